@@ -38,7 +38,7 @@ test: env  ## Run the tests, with kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-full
-test-full: env  ## Run all tests, also those marked full: about 25 minutes
+test-full: env  ## Run all tests, also those marked full: about 18 minutes
 	SAFETUNE_TEST_FULL=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # `make test-tenth TENTH=3`; CI takes the digit from the commit.

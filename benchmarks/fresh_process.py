@@ -17,15 +17,15 @@ from typing import Any
 def run(
     script: str,
     arguments: Sequence[str],
-    caches: Mapping[str, Path],
+    variables: Mapping[str, str | Path],
     folder: Path,
     timeout_s: float,
 ) -> dict[str, Any]:
     """Run a script with `--report FILE` added; return what it wrote there, and `process_s`.
 
     Args:
-        caches: environment variables that name this process's own caches; every other SAFETUNE_*
-            is taken away.
+        variables: the process's environment, its own caches among it; every other SAFETUNE_* is
+            taken away.
 
     Raises:
         SystemExit: the process failed, or ran longer than `timeout_s`; it and all that it started
@@ -35,7 +35,7 @@ def run(
     report.unlink(missing_ok=True)
     command = [sys.executable, script, "--report", str(report), *arguments]
     inherited = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
-    env = {**inherited, **{name: str(path) for name, path in caches.items()}}
+    env = {**inherited, **{name: str(value) for name, value in variables.items()}}
     start = time.monotonic()
     process = subprocess.Popen(command, env=env, start_new_session=True)
     try:

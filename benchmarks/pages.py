@@ -321,16 +321,20 @@ def libraries(results: Results) -> str:
     """Return FLA's first step."""
     lines = [
         Line(
-            "unmodified",
+            bench,
             f"first forward and backward, {words}",
             tuple(f"unmodified_first_step_s_{tuner}_{state}" for tuner in ("triton", "safetune")),
+            "{:.2f} s",
         )
-        for state, words in (
-            ("cold", "empty caches"),
-            ("warm", "caches of an earlier process: Triton's, and safetune's choices"),
+        for bench, state, words in (
+            ("unmodified", "cold", "empty caches"),
+            ("unmodified", "warm", "an earlier process's caches: Triton's, and safetune's choices"),
+            ("unmodified_stored", "warm", "such caches, three configs a kernel, in turn"),
         )
     ]
-    return _section(results, "unmodified", _compared(results, lines))
+    stored = "unmodified_stored"
+    sources = [_source(results, stored)] if results.load(stored) else []
+    return _section(results, "unmodified", _compared(results, lines), *sources)
 
 
 def choices(results: Results) -> str:

@@ -2,6 +2,10 @@
 
     python benchmarks/proofs.py --sources DIR
 
+A result keeps the rows that a run does not measure again, such as those that `--only` and `--ways`
+leave out; each row has its date and commit. The row of a process that ran out of time has the tests
+that had ended (`ended` is false); no figure is made of it.
+
 DIR has the tests and kernels of `PROOFS`, which are not in this repository: `fla/tests`,
 `liger/test`, `tutorials/*.py`, `finegrained-fp8/`. The packages themselves are the installed ones,
 but for the last two. With the shim, `docs/examples/autotune_shim.py` is put into a copy of the
@@ -49,6 +53,8 @@ def figures(rows: Sequence[Row]) -> Figures:
     found: Figures = {"differences": float(sum(len(each) for each in differences(rows).values()))}
     for row in rows:
         name = f"{row['proof']}, {row['way']}"
+        if not row.get("ended", True):
+            continue
         if row["state"] == "all":
             passed = sum(outcome in PASSED for outcome in row["outcomes"].values())
             found |= {f"passed {name}": float(passed), f"tests {name}": len(row["outcomes"])}
@@ -61,7 +67,11 @@ def figures(rows: Sequence[Row]) -> Figures:
 
 def differences(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return for each proof and way the tests whose outcome is not stock's, by name."""
-    every = {(r["proof"], r["way"]): r["outcomes"] for r in rows if r["state"] == "all"}
+    every = {
+        (row["proof"], row["way"]): row["outcomes"]
+        for row in rows
+        if row["state"] == "all" and row.get("ended", True)
+    }
     return {
         f"{proof}, {way}": [
             f"{test}: {outcomes.get(test)}, stock {stock.get(test)}"
@@ -81,7 +91,8 @@ def with_shim(text: str, module: str) -> str:
     changed = re.sub(r"@(?:triton\.autotune|fla_cache_autotune)\(", "@autotune(", text)
     if changed == text:
         return text
-    line = f"import triton\nfrom {module} import autotune\n"
+    # On the same line: Triton's cache knows a kernel by its line, too.
+    line = f"import triton; from {module} import autotune\n"
     return re.sub(r"^import triton\n", line, changed, count=1, flags=re.MULTILINE)
 
 
@@ -237,14 +248,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--caches", type=Path, help="keep the caches and the outputs here")
     options: argparse.Namespace = parser.parse_args(argv)
     result = recording.begin("proof_steps" if options.first_steps else "proofs")
-    if not options.fresh:
-        recording.resume(result, [options.out, recording.RESULTS])
+    recording.take_over(result, [options.out, recording.RESULTS])
+    ended = [row for row in result.rows if row.get("ended", True)]
+    done = {row["part"] for row in ended if row["commit"] == result.commit}
     with tempfile.TemporaryDirectory(prefix="proofs-") as name:
         deadline = time.monotonic() + min(options.budget, 1e6)
         folder = (options.caches or Path(name)).resolve()
         bench = Bench(options.sources.resolve(), folder, deadline)
-        for row in run(bench, options, {row["part"] for row in result.rows}):
-            result.rows.append(row)
+        for row in run(bench, options, set() if options.fresh else done):
+            if not row["ended"] and any(row["part"] == earlier["part"] for earlier in ended):
+                continue
+            kept = [earlier for earlier in result.rows if earlier["part"] != row["part"]]
+            result.rows = [*kept, {**row, "commit": result.commit, "date": recording.now()}]
             result.save(options.out, figures)
             failed = [test for test, how in row["outcomes"].items() if how not in PASSED]
             counted = dict(Counter(row["outcomes"].values()))
@@ -264,17 +279,27 @@ def run(bench: Bench, options: argparse.Namespace, done: set[str]) -> Iterator[R
         wanted = [
             (proof, way, state) for way in options.ways for proof, state in _order(proofs, states)
         ]
-        started: list[Future[Row]] = [
-            pool.submit(bench.run, proof, way, state)
-            for proof, way, state in wanted
-            if not {f"{proof.name} {way} {each}" for each in states} <= done
-        ]
-        for future in as_completed(started):
+        started: dict[tuple[str, str], Future[Row]] = {}
+        every = []
+        for proof, way, state in wanted:
+            if not {f"{proof.name} {way} {each}" for each in states} <= done:
+                cold = started.get((proof.name, way))
+                future = pool.submit(_after, cold, bench, proof, way, state)
+                started[proof.name, way] = future
+                every.append(future)
+        for future in as_completed(every):
             row = future.result()
-            if row.pop("ended") and row["outcomes"]:
+            if not row["ended"]:
+                print(row["part"], "did not end; see its output in --caches")
+            if row["outcomes"]:
                 yield row
-            else:
-                print(row["part"], "did not end; see its output in --caches", row["outcomes"])
+
+
+def _after(cold: Future[Row] | None, bench: Bench, proof: Proof, way: str, state: str) -> Row:
+    """Run tests once the process whose caches they need has ended; it has been started before."""
+    if cold is not None:
+        cold.exception()
+    return bench.run(proof, way, state)
 
 
 def _order(proofs: Sequence[Proof], states: Sequence[str]) -> list[tuple[Proof, str]]:

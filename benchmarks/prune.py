@@ -2,9 +2,9 @@
 
 Each key of a few of FLA's kernels is tuned under `safetune.install()`, for as long as `--budget`
 allows; a row has the time of every config that works. The figures are those of `safetune prune`,
-with the default `--within`: how short a list becomes, and how much slower than with all configs the
-keys are that each list was not made from, five parts in turn: for the shortest list, and for one
-with a third of the configs (`--keep`).
+with the default `--within`: how short a list becomes, and how much slower than with all configs a
+key is by the list that is made from all others: the shortest one, and one with a third of the
+configs (`--keep`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Result:
     def save(self, folder: Path, figures: Callable[[Sequence[Row]], Figures]) -> Path:
         """Compute the figures, write the file as a whole, and return where."""
         self.figures = figures(self.rows)
-        self.date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.date = now()
         path = folder / self.device / f"{self.bench}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         ordered = {name: asdict(self)[name] for name in FIELDS}
@@ -74,6 +74,11 @@ def _as_text(fields: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def now() -> str:
+    """Return the time as results have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def begin(bench: str) -> Result:
     """Return an empty result of this machine, this checkout and this command."""
     return Result(bench, device_slug(device_name()), versions(), commit(), command())
@@ -91,6 +96,24 @@ def resume(result: Result, folders: Iterable[Path]) -> Result:
                 result.rows = list(earlier["rows"])
                 break
             print(f"{path} is from other code or versions: not continued")
+    return result
+
+
+def take_over(result: Result, folders: Iterable[Path]) -> Result:
+    """Take over the rows of the first file of the same Triton and torch, also of other code.
+
+    Each row has the commit and the date that it is from.
+    """
+    for folder in folders:
+        path = folder / result.device / f"{result.bench}.json"
+        with contextlib.suppress(FileNotFoundError):
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            if all(earlier["versions"][n] == result.versions[n] for n in ("triton", "torch")):
+                print(f"keeping the {len(earlier['rows'])} rows of {path}")
+                origin = {name: earlier[name] for name in ("commit", "date")}
+                result.rows = [{**origin, **row} for row in earlier["rows"]]
+                break
+            print(f"{path} is from other versions: not kept")
     return result
 
 

@@ -1,9 +1,11 @@
 """What the store costs: the first launch of a fresh process, lookups, writes, and many writers.
 
 `first launch`: a process that has imported torch and Triton imports safetune, decorates a kernel
-whose choice is stored, launches it and waits for the device; another launches the same kernel
-with the same config through triton.jit. Both have a warm compile cache. They alternate, and change
-who goes first; the figure is the difference of the medians.
+whose choice is stored, launches it and waits for the device; another does so under
+SAFETUNE_MODE=frozen, and another launches the same kernel with the same config through triton.jit.
+All have a warm compile cache. They alternate, and change who goes first; the figures are the
+difference of the medians to triton.jit's, and how many times as long a frozen process takes as one
+that may tune.
 
 `local`: one database with few and with 100,000 choices: opening it and finding a choice, finding
 one when it is open, finding one in memory, and writing one. `writers`: 64 processes at once that
@@ -33,7 +35,7 @@ import fresh_process
 import recording
 from recording import Figures, Row
 
-KINDS = ("safetune", "jit")
+KINDS = ("safetune", "frozen", "jit")
 PROCESS_TIMEOUT_S = 240.0
 PART_S = 30.0
 WRITERS, ROWS_EACH = 64, 20
@@ -47,6 +49,8 @@ def figures(rows: Sequence[Row]) -> Figures:
     if first:
         found["first_launch_added_ms"] = first["safetune",] - first["jit",]
         found |= {f"first_launch_ms_{kind}": value for (kind,), value in sorted(first.items())}
+        if ("frozen",) in first:
+            found["first_launch_frozen_ratio"] = first["frozen",] / first["safetune",]
     local = recording.medians([r for r in rows if r["what"] == "local"], "us", "case", "choices")
     found |= {f"{case}_us_{choices}": value for (case, choices), value in sorted(local.items())}
     writers = [row for row in rows if row["what"] == "writers"]
@@ -74,7 +78,9 @@ def first_launches(part: str, options: argparse.Namespace) -> Iterator[Row]:
 
         def launch(kind: str, block: int) -> dict[str, Any]:
             task = ["--task", kind, "--block", str(block)]
-            return fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+            mode = {"SAFETUNE_MODE": "frozen"} if kind == "frozen" else {}
+            variables = {**caches, **mode}
+            return fresh_process.run(__file__, task, variables, folder, PROCESS_TIMEOUT_S)
 
         block = launch("safetune", 0)["block"]  # tunes
         for kind in () if recording.interpreted() else KINDS:

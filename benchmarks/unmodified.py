@@ -7,20 +7,23 @@ each, as that of triton.autotune takes three to six minutes on an H100's host; t
 alternate.
 `off` is by how much results differ from those of the first process, over each one's largest value.
 
-`--stored` measures the warm runs alone, as unmodified_stored.json: the cold ones before them run at
-the same time, and are not timed. A run that goes on with an earlier one needs its caches: `--caches
-DIR`.
+`--stored` measures the warm runs alone, as unmodified_stored.json. What is stored before them is
+not timed, and cheap: every tuner has the first `CONFIGS` configs of its list only, then and in the
+warm runs, and triton.autotune finds the kernels that safetune's process has compiled. That leaves
+out what a longer list adds to a warm run: more configs to make a key of, and more timings to read.
+A run that goes on with an earlier one needs its caches: `--caches DIR`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import runpy
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,12 @@ STEP = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "scripts" / "fla_
 TUNERS = ("safetune", "triton")  # the shorter first: the budget is for both
 PARTS = (*TUNERS, "warm")
 STORED_PARTS = ("fill", "warm")
+CONFIGS = 3
 ALTERNATIONS = 3
 PROCESS_TIMEOUT_S = 500.0
 
-#: What the cold process of triton.autotune may take; the other parts take less.
-PART_S = 400.0
+#: What the cold process of triton.autotune may take, and the fill; the other parts take less.
+PART_S, FILL_S = 400.0, 90.0
 
 
 def figures(rows: Sequence[Row]) -> Figures:
@@ -53,8 +57,23 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def first_step(tuner: str, results: Path) -> dict[str, Any]:
+def shorten(count: int) -> None:
+    """Let each tuner that is made in this process have the first configs of its list only."""
+    from triton.runtime.autotuner import Autotuner
+
+    make = Autotuner.__init__
+
+    @functools.wraps(make)
+    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, fn, arg_names, list(configs)[:count], *args, **kwargs)
+
+    Autotuner.__init__ = first
+
+
+def first_step(tuner: str, results: Path, configs: int) -> dict[str, Any]:
     """In a fresh process: run the layers; say how long the first and both steps took."""
+    if configs:
+        shorten(configs)
     installation = None
     if tuner == "safetune":
         import safetune
@@ -72,29 +91,31 @@ def first_step(tuner: str, results: Path) -> dict[str, Any]:
     return {**report, "tunings": reporting.tunings_begun(), "launches": installation.launches}
 
 
-def run_part(part: str, folder: Path) -> Iterator[Row]:
+def run_part(part: str, folder: Path, configs: int) -> Iterator[Row]:
     """Run one or both tuners with empty caches, or both in turn with what that left there."""
     if part in TUNERS:
-        yield _run(part, part, "cold", folder)
+        yield _run(part, part, "cold", folder, configs)
         return
     if part == "fill":
-        with ThreadPoolExecutor() as pool:
-            yield from pool.map(lambda tuner: _run(part, tuner, "cold", folder), TUNERS)
+        yield _run(part, "safetune", "cold", folder, configs)
+        kernels, timings = folder / "safetune" / "triton", shutil.ignore_patterns("*.autotune.json")
+        shutil.copytree(kernels, folder / "triton" / "triton", ignore=timings)
+        yield _run(part, "triton", "compiled", folder, configs)
         return
     for number in range(ALTERNATIONS):
         for tuner in TUNERS if number % 2 == 0 else TUNERS[::-1]:
-            yield {**_run(part, tuner, "warm", folder), "number": number}
+            yield {**_run(part, tuner, "warm", folder, configs), "number": number}
 
 
-def _run(part: str, tuner: str, state: str, folder: Path) -> Row:
+def _run(part: str, tuner: str, state: str, folder: Path, configs: int) -> Row:
     caches = {
         "TRITON_CACHE_DIR": folder / tuner / "triton",
         "SAFETUNE_CACHE_DIR": folder / tuner / "store",
     }
-    if caches["TRITON_CACHE_DIR"].exists() != (state == "warm"):
+    if caches["TRITON_CACHE_DIR"].exists() == (state == "cold"):
         raise SystemExit(f"{folder} has no caches of {tuner}, or has some: see --caches, --fresh")
     results = folder / f"{tuner}-{state}.pt"
-    task = ["--task", tuner, "--results", str(results)]
+    task = ["--task", tuner, "--results", str(results), "--configs", str(configs)]
     report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
     row = {"part": part, "state": state, "tuner": tuner, **report, "off": _off(results)}
     print(f"{tuner} {state}: {row['first_s']:.2f} s, off by {row['off']:.1e}", flush=True)
@@ -122,6 +143,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--configs", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -129,17 +151,19 @@ def main() -> None:
     """Run the task of a measuring process, or the parts that are still missing."""
     options = parse()
     if options.task:
-        options.report.write_text(json.dumps(first_step(options.task, options.results)))
+        found = first_step(options.task, options.results, options.configs)
+        options.report.write_text(json.dumps(found))
         return
     recording.require_device()
     folder = recording.output_folder(options)
     result = recording.begin("unmodified_stored" if options.stored else "unmodified")
-    parts = STORED_PARTS if options.stored else PARTS
+    parts, first_s = (STORED_PARTS, FILL_S) if options.stored else (PARTS, PART_S)
+    configs = CONFIGS if options.stored else 0
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])
     with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
-        for part in recording.parts_to_run(parts, result.rows, options, PART_S):
-            for row in run_part(part, options.caches or Path(name)):
+        for part in recording.parts_to_run(parts, result.rows, options, first_s):
+            for row in run_part(part, options.caches or Path(name), configs):
                 result.rows.append(row)
                 result.save(folder, figures)
     path = result.save(folder, figures)

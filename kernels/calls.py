@@ -7,78 +7,112 @@ outputs and launches what was launched, and does no more: see `bound_launch`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
+from torch.autograd import forward_ad
 
 from safetune.frontend.bound_launch import bound_launch
 from safetune.kernels.functional import BackwardLaunches, backward_rows
-from safetune.kernels.grid_policy import GridPlan
-from safetune.kernels.launches import (
-    backward_outputs,
-    few_rows_outputs,
-    forward_outputs,
-    is_pinned,
-    parameter_gradients,
-)
-from safetune.kernels.operands import check_options, in_shape
+from safetune.kernels.launches import Launch, is_pinned, split_statistics
+from safetune.kernels.operands import check_options, in_shape, is_traced
 from safetune.kernels.ops import norm_rows
 
-#: The most calls that are remembered. After that all are forgotten at once, and checked again.
+#: The most options and shapes that are remembered. After that all are forgotten at once, and
+#: checked again.
 MOST_CALLS = 4096
 
+#: The most kinds of operands that are remembered for each.
+MOST_KINDS = 8
+
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Allocator = Callable[[], Tensor]
 
-_calls: dict[Any, NormCall] = {}
+_calls: dict[Any, list[tuple[Callable[..., bool], NormCall]]] = {}
 
 
-def call_of(
+def known_call(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
+) -> NormCall | None:
+    """Return the call that was checked with such operands and options, outside of any transform."""
+    if is_traced() or forward_ad._current_level >= 0:
+        return None
+    try:
+        kinds = _calls.get(_key(x, weight, bias, residual, options), ())
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or an option without a hash
+        return None
+    operands = [each for each in (x, weight, bias, residual) if each is not None]
+    for are_alike, call in kinds:
+        if are_alike(*operands):
+            return call
+    return None
+
+
+def checked_call(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
 ) -> NormCall:
-    """Return what is known of a call with such operands and these options of `NormCall`.
+    """Return a call for such operands and options, which are those of `NormCall` and then others.
 
     Raises:
         InvalidOperand: `eps` or `num_groups` is not a number.
     """
-    key: tuple[Any, ...] | None = None
-    call: NormCall | None = None
+    call = NormCall(*options[:6])
+    are_alike = alike(x, weight, bias, residual)
+    if are_alike is None:
+        return call
+    if len(_calls) >= MOST_CALLS:
+        _calls.clear()
     try:
-        # 1, 1.0 and True are the same in a key.
-        key = (kind_of(x, weight, bias, residual), options, *map(type, options))
-        call = _calls.get(key)
-    except (RuntimeError, TypeError):  # a layout without strides, or an option without a hash
-        key = None
-    if call is None:
-        call = NormCall(*options)
-        if len(_calls) >= MOST_CALLS:
-            _calls.clear()
-        if key is not None:
-            _calls[key] = call
+        kinds = _calls.setdefault(_key(x, weight, bias, residual, options), [])
+    except TypeError:  # an option without a hash
+        return call
+    del kinds[: 1 - MOST_KINDS]
+    kinds.append((are_alike, call))
     return call
 
 
-def kind_of(*operands: Tensor | None) -> tuple[Any, ...]:
-    """Return all that decides how a kernel is launched on operands, but for where they are."""
-    return tuple(
-        [
-            None if each is None else (each.shape, each.stride(), each.dtype, each.device)
-            for each in operands
-        ]
-    )
+def _key(x: Tensor, weight: Any, bias: Any, residual: Any, options: tuple[Any, ...]) -> Any:
+    # 1, 1.0 and True are the same in a key, but not all of them are an eps or a number of groups.
+    types = options[0].__class__, options[4].__class__
+    return x.shape, weight is None, bias is None, residual is None, options, types
+
+
+def alike(*operands: Tensor | None) -> Callable[..., bool] | None:
+    """Return whether operands are of the same kind as these: all that a launch on them depends on.
+
+    That is their types, shapes, strides, dtypes, layouts and devices; and transforms and autocast.
+    What is None here is not passed. None where two of them are one tensor.
+    """
+    given = [each for each in operands if each is not None]
+    try:
+        sizes: Any = [[*each.shape] for each in given]
+        strides: Any = [[*each.stride()] for each in given]
+        kind = guards.TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (AttributeError, RuntimeError, TypeError):  # a layout without strides
+        return None
+    return kind.check if kind.check(*given) else None
 
 
 class KnownBackward(NamedTuple):
-    """The launches of a backward pass; `plan` and `sums` are None where one kernel does it all."""
+    """The launches of a backward pass, and what allocates its outputs; `few` is of few rows."""
 
-    plan: GridPlan | None
+    are_alike: Callable[..., bool]
+    few: bool
     rows: Callable[..., Any]
     sums: Callable[..., Any] | None
+    outputs: list[Allocator | None]
+    gradients: list[Allocator | None]
 
 
 class NormCall:
-    """A call's options, and its launches once they are known; all operands are of one kind."""
+    """A call's options, and its launches once they are known; all operands are of one kind.
+
+    The statistics of all rows are one tensor, the means first (not for RMS norm), then rstd.
+    """
 
     def __init__(
         self,
@@ -93,94 +127,134 @@ class NormCall:
         self.eps, self.prenorm, self.residual_in_fp32 = eps, prenorm, residual_in_fp32
         self.is_rms_norm, self.num_groups = is_rms_norm, num_groups
         self.deterministic = deterministic
-        self._residual_dtype = torch.float32 if residual_in_fp32 else None
-        #: The rows that are normalized, and their columns; from the first forward pass on.
-        self.rows = (0, 0)
         self._forward: Callable[..., Any] | None = None
-        self._backward: dict[Any, KnownBackward] = {}
+        #: By whether residual_out has a gradient.
+        self._backward: dict[bool, KnownBackward] = {}
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return (y, mean, rstd, residual_out), as `layer_norm_fwd` does, in the shape of `x`."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (y, statistics, residual_out), y and residual_out in the shape of `x`."""
         pinned = is_pinned(self.deterministic)
-        if self._forward is not None and not pinned:
-            y, mean, rstd, added = forward_outputs(
-                x, residual, None, self._residual_dtype, self.is_rms_norm, self.rows[0]
-            )
-            if self._forward(x, residual, weight, bias, y, added, mean, rstd) is not None:
-                return y, mean, rstd, x if added is None else added
+        launch = None if pinned else self._forward
+        if launch is not None:
+            new_y, new_statistics, new_residual = self._new
+            y, statistics = new_y(), new_statistics()
+            added = new_residual and new_residual()
+            mean = None if self.is_rms_norm else statistics
+            if launch(x, residual, weight, bias, y, added, mean, statistics) is not None:
+                return y, statistics, x if added is None else added
+        return self._checked_forward(x, weight, bias, residual, pinned)
+
+    def _checked_forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        pinned: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         options = (self.residual_in_fp32, self.is_rms_norm, self.num_groups, pinned)
-        found, launch = norm_rows(x, weight, bias, residual, self.eps, None, *options)
-        y, mean, rstd, normalized = found
+        operands = (x, weight, bias, residual, self.eps, None, *options)
+        found, normalized, launch = norm_rows(*operands, joined=True)
+        statistics: Any = found.statistics
         self.shape, self.x_dtype, self.has_residual = x.shape, x.dtype, residual is not None
-        self.rows = (rstd.shape[0], x.shape[-1] // self.num_groups)
+        self.rows = (found.rstd.shape[0], x.shape[-1] // self.num_groups)
         if not pinned and _are_launched_as_they_are(x, weight, bias, residual):
-            self._forward = bound_launch(*launch)
-        return y, mean, rstd, in_shape(normalized, x.shape)
+            self._new: Any = like(found.y), like(statistics), like(found.residual)
+            self._forward = bound_launch(*launch, offsets=_offset(launch, 7, statistics))
+        return found.y, statistics, in_shape(normalized, x.shape)
+
+    def split(self, statistics: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the means, None for RMS norm, and rstd."""
+        return split_statistics(statistics, self.rows[0], self.is_rms_norm)
+
+    def known_backward(
+        self,
+        dy: Tensor,
+        dres: Tensor | None,
+        x: Tensor,
+        statistics: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Gradients | None:
+        """Return (dx, dw, db, dres_in) as `layer_norm_bwd`; None for another call than before."""
+        known = self._backward.get(dres is None)
+        if known is None or is_pinned(self.deterministic):
+            return None
+        given = (dy, x, statistics, weight, bias, dres)
+        if not known.are_alike(*[each for each in given if each is not None]):
+            return None
+        mean = None if self.is_rms_norm else statistics
+        made = [None if new is None else new() for new in known.outputs]
+        operands = (dy, x, weight) if known.few else (dy, x, weight, bias)
+        if known.rows(*operands, mean, statistics, dres, *made) is None:
+            return None
+        dx, dres_in, *_, dw, db = made
+        if known.sums is not None:
+            partials = dw, db
+            dw, db = [None if new is None else new() for new in known.gradients]
+            if known.sums(*partials, dw, db) is None:
+                return None
+        return dx, dw, db, dx if self.has_residual and dres_in is None else dres_in
 
     def backward(
         self,
         dy: Tensor,
         dres: Tensor | None,
         x: Tensor,
-        mean: Tensor | None,
-        rstd: Tensor,
+        statistics: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Gradients:
-        """Return (dx, dw, db, dres_in), as `layer_norm_bwd` does."""
+        """Return what `known_backward` does, for any operands."""
         pinned = is_pinned(self.deterministic)
-        operands = (dy, x, weight, bias, mean, rstd, dres)
-        kind = kind_of(*operands)
-        known = self._backward.get(kind)
-        if known is not None and not pinned:
-            found = self._known_backward(known, *operands)
-            if found is not None:
-                return found
         rows = [None if each is None else in_shape(each, self.rows) for each in (dy, x, dres)]
+        operands = (rows[0], rows[1], weight, bias, *self.split(statistics), rows[2])
         options = (self.has_residual, self.is_rms_norm, self.x_dtype, False, self.num_groups)
-        (dx, dw, db, dres_in), launches = backward_rows(
-            rows[0], rows[1], weight, bias, mean, rstd, rows[2], *options, deterministic=pinned
-        )
-        if not pinned and _are_launched_as_they_are(*operands):
-            self._remember_backward(kind, launches)
+        (dx, dw, db, dres_in), launches = backward_rows(*operands, *options, deterministic=pinned)
+        given = (dy, x, statistics, weight, bias, dres)
+        if not pinned and _are_launched_as_they_are(*given):
+            self._remember_backward(given, launches)
         shaped = in_shape(dx, self.shape)
         if dres_in is not None:
             # One object: with two, autograd would assume separate memory, and add to each in place.
             dres_in = shaped if dres_in is dx else in_shape(dres_in, self.shape)
         return shaped, dw, db, dres_in
 
-    def _known_backward(
-        self, known: KnownBackward, dy: Tensor, x: Tensor, *others: Any
-    ) -> Gradients | None:
-        weight, bias, mean, rstd, dres = others
-        stores_dres = self.has_residual and self.x_dtype != x.dtype
-        if known.plan is None:
-            few = few_rows_outputs(x, weight, bias, stores_dres, self.x_dtype)
-            if known.rows(dy, x, weight, mean, rstd, dres, *few) is None:
-                return None
-            dx, dres_in, dw, db = few
-            return dx, dw, db, self._residual_gradient(dx, dres_in)
-        options = (stores_dres, self.x_dtype, False, self.rows[1])
-        made = backward_outputs(known.plan, dy, x, weight, bias, *options)
-        if known.rows(dy, x, *others, *made) is None:
-            return None
-        dw = db = None
-        if known.sums is not None:
-            dw, db = parameter_gradients(weight, bias)
-            if known.sums(made.weight_partials, made.bias_partials, dw, db) is None:
-                return None
-        return made.x, dw, db, self._residual_gradient(made.x, made.residual)
-
-    def _residual_gradient(self, dx: Tensor, stored: Tensor | None) -> Tensor | None:
-        return dx if self.has_residual and stored is None else stored
-
-    def _remember_backward(self, kind: Any, launches: BackwardLaunches) -> None:
-        rows = bound_launch(*launches.rows)
+    def _remember_backward(self, operands: tuple[Any, ...], launches: BackwardLaunches) -> None:
+        statistics: Tensor = operands[2]
+        launch, few = launches.rows, launches.plan is None
+        place = 4 if few else 5  # of rstd
+        dx, dres_in, *others = launch.args[place + 2 : place + (6 if few else 7)]
+        # Launched on as rows, and returned in the shape of x.
+        shaped = [None if each is None else in_shape(each, self.shape) for each in (dx, dres_in)]
+        gradients = () if launches.sums is None else launches.sums.args[2:4]
+        rows = bound_launch(*launch, offsets=_offset(launch, place, statistics))
         sums = None if launches.sums is None else bound_launch(*launches.sums)
-        if rows is not None and (sums is None) is (launches.sums is None):
-            self._backward[kind] = KnownBackward(launches.plan, rows, sums)
+        are_alike = alike(*operands)
+        if rows and are_alike and (sums is None) is (launches.sums is None):
+            new = [like(each) for each in (*shaped, *others)], [like(each) for each in gradients]
+            known = KnownBackward(are_alike, few, rows, sums, *new)
+            self._backward[operands[-1] is None] = known
+
+
+def like(tensor: Tensor | None) -> Allocator | None:
+    """Return what allocates such a tensor, on the current device."""
+    if tensor is None:
+        return None
+    given = tuple(tensor.shape), tensor.stride()
+    # Past the dispatcher, as Inductor allocates: a third of the host time of `empty_like`.
+    quick = getattr(guards, f"_empty_strided_{tensor.device.type}", None)
+    if quick is not None:
+        return functools.partial(quick, *given, tensor.dtype)
+    return functools.partial(torch.empty_strided, *given, dtype=tensor.dtype, device=tensor.device)
+
+
+def _offset(launch: Launch, place: int, statistics: Tensor) -> dict[int, int]:
+    """Return where rstd, an argument, begins in the statistics, in bytes."""
+    # Not the place in the storage: a hook for saved tensors may return a part of a larger one.
+    return {place: launch.args[place].data_ptr() - statistics.data_ptr()}
 
 
 def _are_launched_as_they_are(x: Tensor, *others: Tensor | None) -> bool:

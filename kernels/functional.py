@@ -16,6 +16,7 @@ from safetune.errors import InvalidOperand
 from safetune.kernels.grid_policy import GridPlan
 from safetune.kernels.launches import (
     BackwardOutputs,
+    ForwardOutputs,
     Launch,
     are_few,
     backward_launch,
@@ -61,7 +62,10 @@ def layer_norm_fwd(
     check_options(eps, num_groups)
     check_dtypes(out_dtype=out_dtype, residual_dtype=residual_dtype)
     options = (out_dtype, residual_dtype, is_rms_norm, num_groups)
-    return forward_rows(x, weight, bias, eps, residual, *options, deterministic=deterministic)[0]
+    outputs, normalized, _ = forward_rows(
+        x, weight, bias, eps, residual, *options, deterministic=deterministic
+    )
+    return outputs.y, outputs.mean, outputs.rstd, normalized
 
 
 def forward_rows(
@@ -75,25 +79,25 @@ def forward_rows(
     is_rms_norm: bool,
     num_groups: int,
     shape: Sequence[int] | None = None,
+    joined: bool = False,
     *,
     deterministic: bool | None,
-) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor], Launch]:
-    """Return what `layer_norm_fwd` returns, and the launch.
+) -> tuple[ForwardOutputs, Tensor, Launch]:
+    """Return the outputs, residual_out and the launch: see `layer_norm_fwd`.
 
-    y and a stored residual_out are of `shape`.
+    y and a stored residual_out are of `shape`. With `joined`, the statistics are one tensor.
     """
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
     check_device(x)
     x, weight, bias, residual = _contiguous(x, weight, bias, residual)
-    options = (out_dtype, residual_dtype, is_rms_norm, num_groups, shape)
+    options = (out_dtype, residual_dtype, is_rms_norm, num_groups, shape, joined)
     operands = (x, weight, bias, float(eps), residual, *options)
     few = are_few(x, num_groups)
     outputs, launch = (few_rows_forward_launch if few else forward_launch)(*operands)
     if x.numel():
         with torch.cuda.device_of(x):
             run_launch(launch, is_pinned(deterministic))
-    normalized = x if outputs.residual is None else outputs.residual
-    return (outputs.y, outputs.mean, outputs.rstd, normalized), launch
+    return outputs, x if outputs.residual is None else outputs.residual, launch
 
 
 def layer_norm_bwd(

@@ -50,12 +50,16 @@ class Launch(NamedTuple):
 
 
 class ForwardOutputs(NamedTuple):
-    """The outputs of the forward kernel; `mean` is None for RMS norm, `residual` if not stored."""
+    """The outputs of the forward kernel; `mean` is None for RMS norm, `residual` if not stored.
+
+    `statistics` is the one tensor that mean and rstd are parts of, if they are: both are aligned.
+    """
 
     y: Tensor
     mean: Tensor | None
     rstd: Tensor
     residual: Tensor | None
+    statistics: Tensor | None
 
 
 class BackwardOutputs(NamedTuple):
@@ -87,24 +91,37 @@ def forward_outputs(
     is_rms_norm: bool,
     rows: int,
     shape: Sequence[int] | None = None,
+    joined: bool = False,
 ) -> ForwardOutputs:
     """Allocate what the forward kernel writes; y and the residual are of `shape`, or that of x."""
     stored = residual.dtype if residual is not None else residual_dtype
     stores_residual = residual is not None or stored not in (None, x.dtype)
     inputs = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    rstd = x.new_empty(rows, dtype=statistics_dtype(inputs))
-    # Half the host time of `new_empty`, for a contiguous `x`.
-    empty = torch.empty_like if shape is None else functools.partial(_empty, shape)
+    dtype, count = statistics_dtype(inputs), 1 if is_rms_norm else 2
+    statistics = x.new_empty(count * -(-rows // 4) * 4, dtype=dtype) if joined else None
+    if statistics is None:
+        rstd = x.new_empty(rows, dtype=dtype)
+        mean = None if is_rms_norm else torch.empty_like(rstd)
+    else:
+        mean, rstd = split_statistics(statistics, rows, is_rms_norm)
+    shape = x.shape if shape is None else shape
     return ForwardOutputs(
-        y=empty(x, dtype=out_dtype),
-        mean=None if is_rms_norm else torch.empty_like(rstd),
+        y=x.new_empty(shape, dtype=out_dtype),
+        mean=mean,
         rstd=rstd,
-        residual=empty(x, dtype=stored) if stores_residual else None,
+        residual=x.new_empty(shape, dtype=stored) if stores_residual else None,
+        statistics=statistics,
     )
 
 
-def _empty(shape: Sequence[int], x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x.new_empty(shape, dtype=dtype)
+def split_statistics(
+    statistics: Tensor, rows: int, is_rms_norm: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return mean and rstd, which are parts of one tensor; mean is None for RMS norm."""
+    if is_rms_norm:
+        return None, statistics[:rows]
+    half = statistics.numel() // 2
+    return statistics[:rows], statistics[half : half + rows]
 
 
 def forward_launch(
@@ -118,13 +135,15 @@ def forward_launch(
     is_rms_norm: bool,
     num_groups: int,
     shape: Sequence[int] | None = None,
+    joined: bool = False,
 ) -> tuple[ForwardOutputs, Launch]:
     """Return the outputs and the launch of `layer_norm_forward_kernel`; operands contiguous.
 
     y and the residual are of `shape`, by default that of `x`.
     """
     rows, columns = x.shape
-    outputs = forward_outputs(x, residual, out_dtype, residual_dtype, is_rms_norm, rows, shape)
+    options = (out_dtype, residual_dtype, is_rms_norm, rows, shape, joined)
+    outputs = forward_outputs(x, residual, *options)
     args = (x, residual, weight, bias, outputs.y, outputs.residual, outputs.mean, outputs.rstd)
     kwargs = {
         "COLUMNS": columns,

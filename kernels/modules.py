@@ -75,10 +75,14 @@ class _Norm(nn.Module):
         residual_in_fp32: bool = False,
     ) -> Any:
         """Return the norm of `x`, and residual_out after it if `prenorm`: see `group_norm`."""
+        try:  # a tenth of the host time of the attributes
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # computed, as by torch.nn.utils.parametrize
+            weight, bias = self.weight, self.bias
         return group_norm(
             x,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             residual,
             self.eps,
             prenorm,

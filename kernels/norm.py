@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from safetune.kernels.calls import call_of
+from safetune.kernels.calls import checked_call, known_call
 from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
     check_options,
@@ -32,8 +32,8 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call):
         """Return y, and residual_out after it if the call is a prenorm."""
-        y, mean, rstd, normalized = call.forward(x, weight, bias, residual)
-        ctx.save_for_backward(normalized, mean, rstd, weight, bias)
+        y, statistics, normalized = call.forward(x, weight, bias, residual)
+        ctx.save_for_backward(normalized, statistics, weight, bias)
         ctx.call = call
         # An output that nothing reads has no gradient, rather than one full of zeros.
         ctx.set_materialize_grads(False)
@@ -56,9 +56,21 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what `norm_gradients` returns, with less work on the host."""
-    if dy is None or is_transformed(dy):
-        return *norm_gradients(ctx.call, ctx.saved_tensors, dy, dres)[:4], None
-    return *ctx.call.backward(dy, dres, *ctx.saved_tensors), None
+    call, saved = ctx.call, ctx.saved_tensors
+    found = None if dy is None else call.known_backward(dy, dres, *saved)
+    if found is None:
+        found = _checked_gradients(call, saved, dy, dres)
+    return *found, None
+
+
+def _checked_gradients(
+    call: Any, saved: tuple[Any, ...], dy: Tensor | None, dres: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if dy is not None and not is_transformed(dy):
+        return call.backward(dy, dres, *saved)  # type: ignore[no-any-return]
+    normalized, statistics, weight, bias = saved
+    saved = (normalized, *call.split(statistics), weight, bias)
+    return norm_gradients(call, saved, dy, dres)[:4]
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -121,18 +133,21 @@ def group_norm(
         InvalidOperand: a shape, dtype or device does not match `x`, or a row is too long.
         TracingError: in forward-mode AD, and under `torch.func.grad` and its like.
     """
-    if launches_directly(x, weight, bias, residual):
+    flags = (eps, prenorm, residual_in_fp32, is_rms_norm, num_groups, deterministic, weight_offset)
+    call = known_call(x, weight, bias, residual, *flags)
+    if call is None and launches_directly(x, weight, bias, residual):
         refuse_transforms(x, weight, bias, residual)
-        x = _unwrapped(x)
-        weight = None if weight is None else _unwrapped(weight)
-        weight = with_offset(weight, weight_offset)
-        bias = None if bias is None else _unwrapped(bias)
-        residual = None if residual is None else _unwrapped(residual)
-        flags = (eps, prenorm, residual_in_fp32, is_rms_norm, num_groups, deterministic)
-        call = call_of(x, weight, bias, residual, *flags)
+        x, weight, bias, residual = (
+            None if each is None else _unwrapped(each) for each in (x, weight, bias, residual)
+        )
+        call = known_call(x, weight, bias, residual, *flags)
+        call = call or checked_call(x, weight, bias, residual, *flags)
+    if call is not None:
+        if weight_offset:
+            weight = with_offset(weight, weight_offset)
         if torch.is_grad_enabled():
             return _apply(x, weight, bias, residual, call)
-        y, _, _, normalized = call.forward(x, weight, bias, residual)
+        y, _, normalized = call.forward(x, weight, bias, residual)
         # As from a function: neither the input itself nor a view that requires gradients.
         return (y, normalized.detach()) if prenorm else y
     given = {"x": x, "weight": weight, "bias": bias, "residual": residual}

@@ -32,15 +32,22 @@ _INTERPRETED = not isinstance(layer_norm_forward_kernel.fn, JITFunction)
 
 def launches_directly(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether kernels are launched on the operands, not through an operator of `ops`."""
-    # A dispatch mode (selective checkpoints) and a trace see operators, but not kernel launches.
+    if is_traced() or type(x) not in _PLAIN or not _PLAIN_OR_NONE.issuperset(map(type, others)):
+        return False
     # torch.vmap has a rule for every operator.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._get_tracing_state() is not None:
-        return False
-    if type(x) not in _PLAIN or not _PLAIN_OR_NONE.issuperset(map(type, others)):
-        return False
     return not (x.is_meta or x.is_nested or is_transformed(x))
+
+
+def is_traced() -> bool:
+    """Return whether something is to see operators: it would not see the launch of a kernel.
+
+    That is a trace, or a dispatch mode, as selective checkpoints are.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def is_transformed(x: Tensor) -> bool:

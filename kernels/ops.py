@@ -18,14 +18,24 @@ from torch import Tensor
 
 from safetune.errors import TracingError
 from safetune.kernels.functional import forward_rows, layer_norm_bwd
-from safetune.kernels.launches import statistics_dtype
+from safetune.kernels.launches import ForwardOutputs, Launch, statistics_dtype
 from safetune.kernels.operands import as_rows, check_operands, residual_rows, stores_residual
 
 
 def norm_rows(
-    x, weight, bias, residual, eps, out_dtype, residual_in_fp32, is_rms_norm, num_groups, pinned
-) -> tuple[Any, ...]:
-    """Return (y, mean, rstd, residual_out) as `layer_norm_fwd`, for any `x`, and the launch.
+    x,
+    weight,
+    bias,
+    residual,
+    eps,
+    out_dtype,
+    residual_in_fp32,
+    is_rms_norm,
+    num_groups,
+    pinned,
+    joined=False,
+) -> tuple[ForwardOutputs, Tensor, Launch]:
+    """Return what `forward_rows` does, for any `x`.
 
     y is of the shape of `x`; so is residual_out, if it is stored.
     """
@@ -40,6 +50,7 @@ def norm_rows(
         is_rms_norm,
         num_groups,
         x.shape,
+        joined,
         deterministic=pinned,
     )
 
@@ -49,12 +60,11 @@ def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *o
 
     residual_out is empty if it would be `x`; mean is empty for RMS norm.
     """
-    (y, mean, rstd, normalized), _ = norm_rows(
+    (y, mean, rstd, stored, _), _, _ = norm_rows(
         x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options
     )
-    stored = stores_residual(x, residual, residual_in_fp32)
-    residual_out = normalized if stored else x.new_empty(0)
-    return y, residual_out, x.new_empty(0) if mean is None else mean, rstd
+    residual_out, mean = (x.new_empty(0) if each is None else each for each in (stored, mean))
+    return y, residual_out, mean, rstd
 
 
 def fake_forward(

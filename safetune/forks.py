@@ -12,6 +12,7 @@ A hook that raises is logged, and the others still run.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
@@ -19,7 +20,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from safetune.messages import logger
 
@@ -67,11 +68,25 @@ def register(
             _hooks[event, stage].append(kept)
 
 
-def lock() -> threading.Lock:
-    """Return a lock that a forked child has free, whichever thread of its parent held it."""
-    made = threading.Lock()
-    register("database", after_in_child=made._at_fork_reinit)  # type: ignore[attr-defined]
+def lock(kind: Callable[[], Any] = threading.Lock) -> Any:
+    """Return a lock that a forked child has free, whichever thread of its parent held it.
+
+    For a lock that is not held while anything forks.
+    """
+    made = kind()
+    register("database", after_in_child=made._at_fork_reinit)
     return made
+
+
+T = TypeVar("T")
+
+
+class cached_property(functools.cached_property[T]):  # noqa: N801
+    """That of Python 3.12. One before has a lock for all objects, which a fork may leave held."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        super().__init__(function)
+        self.lock = contextlib.nullcontext()
 
 
 def _same(hook: Hook) -> Hook:

@@ -7,6 +7,7 @@ line of the program that led to it, not one of safetune's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -73,6 +74,12 @@ def warn(text: str, category: type[SafetuneWarning], at: tuple[str, int] | None 
         if frame is not None and not (category is StoreWarning and _by_a_general_filter(message)):
             raise
         warnings.showwarning(message, category, file, line)
+
+
+@functools.cache
+def warn_once(text: str, category: type[SafetuneWarning]) -> None:
+    """As `warn`, once for each text in this process."""
+    warn(text, category)
 
 
 def _frame_of_the_program() -> FrameType | None:

@@ -176,6 +176,10 @@ class OutputReport:
     difference: str = ""  # from the largest group, in words; empty if it does not differ
 
 
+#: Launches of one config differ by this ratio only where something held some of them up.
+_HELD_UP = 1.4
+
+
 @dataclass(frozen=True)
 class Timing:
     """The time of one config, in milliseconds, over `count` launches.
@@ -189,6 +193,11 @@ class Timing:
     p80_ms: float
     count: int
     stage: str
+
+    @property
+    def undisturbed_ms(self) -> float:
+        """The median; that of the fast launches where the host held some up, as by compiling."""
+        return self.p20_ms if self.p80_ms > _HELD_UP * self.p20_ms else self.median_ms
 
 
 @dataclass(frozen=True)

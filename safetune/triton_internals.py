@@ -111,9 +111,9 @@ def _torch_uses_a_device() -> bool:
 class FirstDriver:
     """Triton's driver for NVIDIA GPUs, while a thread has Triton make it.
 
-    In Triton 3.6 a C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks it.
-    Nothing but a launch needs it, so a tuning begins meanwhile. Triton's own code waits for it: it
-    has no lock, and launches through one driver refuse the tensor maps of a second one.
+    A C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks it. Nothing but
+    a launch needs it, so a tuning begins meanwhile. Triton's own code waits for it: it has no
+    lock, and launches through one driver refuse the tensor maps of a second one.
     """
 
     def __init__(self) -> None:
@@ -170,13 +170,13 @@ first_driver = FirstDriver()
 
 def _is_built_for_nvidia() -> bool:
     """Whether the driver to be made is NVIDIA's, and one that a C compiler builds."""
-    from triton.backends import backends
-    from triton.backends.nvidia import driver as nvidia
-
-    if os.environ.get("TRITON_DEFAULT_BACKEND", "nvidia") != "nvidia":
+    if os.environ.get("TRITON_DEFAULT_BACKEND", "nvidia") != "nvidia" or version() > NEWEST:
         return False
-    active = [name for name, found in backends.items() if found.driver.is_active()]
-    return active == ["nvidia"] and hasattr(nvidia, "make_launcher")
+    from triton.backends import backends
+
+    if [name for name, found in backends.items() if found.driver.is_active()] != ["nvidia"]:
+        return False
+    return hasattr(sys.modules[backends["nvidia"].driver.__module__], "CudaUtils")
 
 
 #: What each back end has said, by the name and architecture of its target.

@@ -70,11 +70,11 @@ _FPSAN, _FPSAN_VARIABLE = "fpsan_homomorphic_casts", "TRITON_FPSAN_HOMOMORPHIC_C
 #: Python expressions over `launch_names` and, in the second, a `device`: what is in the way of a
 #: launch past Triton's own path; what Triton has compiled; and whether Triton would refuse.
 _IN_THE_WAY = (
-    "runtime.launch_enter_hook is not enter or enter.calls"
-    " or runtime.launch_exit_hook is not leave or leave.calls"
-    " or runtime.debug is not debug or jit.debug is not own_debug"
+    "runtime_set != runtime_as_made and ("  # one comparison for four, where nothing was set
+    "runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave"
+    " or runtime.debug is not debug or runtime.add_stages_inspection_hook is not None)"
+    " or enter.calls or leave.calls or jit.debug is not own_debug"
     " or compilation.instrumentation_mode != instrumentation"
-    " or runtime.add_stages_inspection_hook is not None"
     " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
     " or CudaLauncher.__call__ is not launcher_call"
 )
@@ -112,6 +112,10 @@ def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime.jit import JITFunction
 
+    runtime_set = vars(knobs.runtime)
+    as_made = {**runtime_set}
+    if knobs.runtime.add_stages_inspection_hook is not None:
+        as_made.pop("add_stages_inspection_hook", None)  # so that it is in the way
     return {
         "CudaLauncher": CudaLauncher,
         "launcher_call": CudaLauncher.__call__,
@@ -121,6 +125,8 @@ def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
         "JITFunction": JITFunction,
         "jit_run": jit_run,
         "runtime": knobs.runtime,
+        "runtime_set": runtime_set,
+        "runtime_as_made": as_made,
         "compilation": knobs.compilation,
         "enter": knobs.runtime.launch_enter_hook,
         "leave": knobs.runtime.launch_exit_hook,

@@ -1,4 +1,4 @@
-"""A device that is not there, of a kind that safetune does not know, and a back end for it."""
+"""Devices that are not there: a back end for an unknown kind, and a kernel compiled for a card."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
+from safetune.inputs import kernel_pickle
+from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation import backend
+from safetune.isolation.compile_pool import Compiled, CompilePool
+from safetune.outcome import Verdict
 
 NAME = "fake"
 
@@ -83,9 +91,28 @@ def launching_on(
     before = driver._active
     driver._active = active or SimpleNamespace(get_current_target=lambda: target)
     if found is not None:
-        backend.register(name, lambda: found)
+        backend.register(name, found)
     try:
         yield
     finally:
         backend.unregister(name)
         driver._active = before
+
+
+def small(x, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + offset, 2 * tl.load(x + offset, mask=offset < n), mask=offset < n)
+
+
+def compiled_in_a_child(target: GPUTarget) -> Compiled:
+    """A small kernel, compiled for a target by a compile server's child."""
+    jit = JITFunction(small)
+    source = ASTSource(jit, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {(2,): 64}, {})
+    options = make_backend(target).parse_options({}).__dict__
+    parts = (source.signature, source.constants, source.attrs, dict(options), target)
+    spec = kernel_pickle.pack(parts, "the constants of small")
+    with CompilePool(lambda: pack_for_compiler(jit), 60.0, size=1) as pool:
+        pool.add(0, spec)
+        (compiled,) = pool.results()
+    assert compiled.outcome.verdict is Verdict.OK, compiled.outcome
+    return compiled

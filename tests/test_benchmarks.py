@@ -18,6 +18,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import triton
+import triton.language as tl
+
+import safetune
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -339,10 +343,13 @@ def test_fleet_figures() -> None:
     assert found["postgres_connections_at_once"] == 2
 
 
+ONE_DEVICE = {"devices": 1, "killed": False, "rate": 40.0, "wall_s": 30.0, "keys": 4, "tuned": 4}
+DEVICES_ROWS = [ONE_DEVICE, *({**ONE_DEVICE, "devices": count, "rate": 76.0} for count in (2, 4))]
+
+
 def test_devices_figures() -> None:
-    row = {"devices": 1, "killed": False, "rate": 40.0, "wall_s": 30.0, "keys": 4, "tuned": 4}
-    two = {**row, "devices": 2, "rate": 76.0}
-    found = importlib.import_module("devices").figures([row, two, {**two, "killed": True}])
+    one, two, _ = DEVICES_ROWS
+    found = importlib.import_module("devices").figures([one, two, {**two, "killed": True}])
     assert found["2_devices_rate_ratio"] == 1.9
     assert found["2_devices_killed_keys_tuned"] == found["2_devices_killed_keys"] == 4
     assert "1_devices_rate_ratio" not in found
@@ -605,8 +612,32 @@ def test_unmodified_figures() -> None:
     filled = [
         {**row, "part": "fill" if row["state"] == "cold" else "warm"} for row in UNMODIFIED_ROWS
     ]
-    assert not any("cold" in name for name in figures(filled)), "two at a time were not timed"
+    assert not any("cold" in name for name in figures(filled)), "the first ones only store"
     assert figures(filled)["stored_step_ratio"] == 0.5
+
+
+def test_every_tuner_of_a_stored_step_has_the_first_configs_of_its_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    monkeypatch.setattr(Autotuner, "__init__", Autotuner.__init__)
+    importlib.import_module("unmodified").shorten(2)
+
+    class OfALibrary(Autotuner):
+        pass
+
+    @triton.jit
+    def kernel(x_ptr, n, BLOCK: tl.constexpr):
+        tl.store(x_ptr, n + BLOCK)
+
+    configs = [triton.Config({"BLOCK": block}) for block in (8, 16, 32)]
+    tuners = [
+        triton.autotune(configs, key=["n"])(kernel),
+        safetune.autotune(configs, key=["n"])(kernel),
+        OfALibrary(kernel, kernel.arg_names, configs, ["n"], None, None),
+    ]
+    assert [tuner.configs for tuner in tuners] == [configs[:2]] * 3
 
 
 INSTALL_ROWS = [
@@ -690,12 +721,15 @@ FIRST_LAUNCH = {"part": "a", "what": "first_launch"}
 def test_store_figures() -> None:
     figures = importlib.import_module("store").figures
     launches = [("safetune", 30.0), ("jit", 6.0), ("jit", 8.0), ("safetune", 50.0)]
+    launches += [("frozen", 20.0)]
     rows = [{**FIRST_LAUNCH, "kind": kind, "ms": ms} for kind, ms in launches]
     for us in (1.0, 2.0, 9.0):
         rows.append({"part": "b", "what": "local", "case": "find", "choices": 100, "us": us})
     rows.append({"part": "c", "what": "writers", "rows_per_s": 900.0, "lost": 0})
     assert figures(rows) == {
         "first_launch_added_ms": 33.0,
+        "first_launch_frozen_ratio": 0.5,
+        "first_launch_ms_frozen": 20.0,
         "first_launch_ms_jit": 7.0,
         "first_launch_ms_safetune": 40.0,
         "find_us_100": 2.0,
@@ -923,7 +957,7 @@ SCRIPT_OF = {
 SAMPLE_ROWS = {
     "install_time": INSTALL_ROWS,
     "unmodified_stored": [row for row in UNMODIFIED_ROWS if row["state"] == "warm"],
-    "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune")],
+    "store": [{**FIRST_LAUNCH, "kind": kind, "ms": 9.0} for kind in ("jit", "safetune", "frozen")],
     "norms": NORM_ROWS,
     "norms_residual": with_a_residual(NORM_ROWS),
     "norms_max_autotune": NORM_ROWS,
@@ -943,6 +977,7 @@ SAMPLE_ROWS = {
     "sweep": SWEEP_ROWS,
     "search_replay": SEARCH_ROWS,
     "fused_moe_sweep": FUSED_MOE_ROWS,
+    "devices": DEVICES_ROWS,
     "prune": PRUNE_ROWS,
     "choice_quality": CHOICE_ROWS,
     "launch_overhead": [*LAUNCH_ROWS, *launch(24, "jit", 30.0), *launch(24, "safetune", 20.0)],
@@ -968,7 +1003,7 @@ def test_a_bar_is_of_a_figure_that_its_benchmark_computes(bars: ModuleType) -> N
 def test_a_bar_says_whether_small_or_great_is_good(bars: ModuleType) -> None:
     """A time or a ratio of times is good when it is small, a share or a speed when it is great."""
     for bar in bars.load():
-        great = re.search(r"share|_vs_|alternations|problems", bar.figure)
+        great = re.search(r"share|_vs_|_rate_|alternations|problems", bar.figure)
         assert bar.better == ("greater" if great else "smaller"), bar.figure
     found = {bar.figure: bar for bar in bars.load()}
     assert found["wall_ratio_cold"].verdict(0.18) == "met"
@@ -1083,6 +1118,22 @@ def test_a_saved_result_is_continued_by_the_same_code_only(tmp_path: Path) -> No
     check_file(path)
 
 
+def test_rows_of_other_code_are_kept_with_their_origin(tmp_path: Path) -> None:
+    module = importlib.import_module("tuning_time")
+    recording = importlib.import_module("recording")
+    versions = {"triton": "1", "torch": "1"}
+    first = result(versions={**versions, "sources": "a"})
+    first.rows = [TUNING_ROWS[0], {**TUNING_ROWS[1], "commit": "older", "date": "then"}]
+    first.save(tmp_path, module.figures)
+    later = recording.take_over(result("other", {**versions, "sources": "b"}), [tmp_path])
+    assert [(row["commit"], row["date"]) for row in later.rows] == [
+        ("abc", first.date),
+        ("older", "then"),
+    ]
+    assert {name: later.rows[0][name] for name in TUNING_ROWS[0]} == TUNING_ROWS[0]
+    assert recording.take_over(result("abc", {**versions, "torch": "2"}), [tmp_path]).rows == []
+
+
 def test_a_result_with_nan_is_not_saved(tmp_path: Path) -> None:
     bad = result()
     bad.rows = [{**TUNING_ROWS[0], "first_call_s": float("nan")}]
@@ -1130,6 +1181,17 @@ def test_committed_results(path: Path) -> None:
     if not (BENCHMARKS / f"{SCRIPT_OF.get(path.stem, path.stem)}.py").exists():
         pytest.fail(f"{path} was written by no script in benchmarks/")
     check_file(path)
+
+
+def test_a_committed_result_names_a_command_of_the_repository() -> None:
+    """A path of the machine that measured it is of no use elsewhere."""
+    files = (BENCHMARKS / "results").rglob("*.json")
+    commands = {path: json.loads(path.read_text("utf-8")).get("command") for path in files}
+    named = {path: command for path, command in commands.items() if command}
+    assert len(named) > 20
+    for path, command in named.items():
+        assert command.startswith("python benchmarks/"), path
+        assert not re.search(r"(^|[\s=])/|\.\./", command), path
 
 
 def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:

@@ -14,18 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction
 
 from safetune.errors import BackendError
-from safetune.inputs import kernel_pickle
-from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation import cuda_driver
-from safetune.isolation.compile_pool import CompilePool
-from safetune.outcome import Verdict
+from tests.backends import compiled_in_a_child
 from tests.conftest import ROOT, stop_servers
 
 pytestmark = pytest.mark.internals
@@ -141,11 +134,6 @@ def test_import_decoration_install_resolve_and_all_modes_leave_it_to_the_program
         assert len(others) == 1, "one process has told what the device is"
 
 
-def small(x, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + offset, 2 * tl.load(x + offset, mask=offset < n), mask=offset < n)
-
-
 @pytest.fixture
 def servers_with_it(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Children of servers that were started in an environment with the stub."""
@@ -159,16 +147,7 @@ def servers_with_it(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.usefixtures("servers_with_it")
 def test_no_compile_server_or_child_starts_it(stub: Stub) -> None:
-    target = GPUTarget("cuda", 90, 32)
-    jit = JITFunction(small)
-    source = ASTSource(jit, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {(2,): 64}, {})
-    options = make_backend(target).parse_options({}).__dict__
-    parts = (source.signature, source.constants, source.attrs, dict(options), target)
-    spec = kernel_pickle.pack(parts, "the constants of small")
-    with CompilePool(lambda: pack_for_compiler(jit), 60.0, size=1) as pool:
-        pool.add(0, spec)
-        (compiled,) = pool.results()
-    assert compiled.outcome.verdict is Verdict.OK, compiled.outcome
+    compiled_in_a_child(GPUTarget("cuda", 90, 32))
 
     assert stub.starts() == []
     assert cuda_driver.described_elsewhere(0) == ("cuda", "Stub", 90, 132, 232448)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
+
+import safetune
+
+PACKAGE = Path(safetune.__file__).parent
 
 #: Registers a hook that names itself, for the last and the first stage in this order.
 HOOKS = """
@@ -106,3 +112,79 @@ if (pid := os.fork()) == 0:
 print("exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), lock.locked())
 """
     assert "exit code 1 True" in lines_of(fresh_process(HOOKS + code))
+
+
+#: Locks that are held while code of the user's runs, or around a fork itself.
+HELD_AROUND_FORKS = {
+    "integrations/prepare.py": "_one_at_a_time",
+    "launch/key_state.py": "_changing",
+    "verify/interpretation.py": "_LOCK",
+}
+
+
+def test_every_lock_of_a_module_is_free_in_a_forked_child() -> None:
+    """A worker of a DataLoader would wait for good for a lock that another thread held."""
+    plain = {
+        str(path.relative_to(PACKAGE)): found[1]
+        for path in PACKAGE.rglob("*.py")
+        if (found := re.search(r"(?m)^(\w+) = threading\.R?Lock\(", path.read_text("utf-8")))
+    }
+    assert plain == HELD_AROUND_FORKS
+
+
+def test_a_child_collects_garbage_that_is_forked_while_another_thread_pauses_that(
+    fresh_process: Any,
+) -> None:
+    code = """
+import gc, os, threading
+from safetune.isolation import backend
+
+paused, over = threading.Event(), threading.Event()
+
+def pause():
+    with backend.no_collection():
+        paused.set()
+        over.wait()
+
+thread = threading.Thread(target=pause, daemon=True)
+thread.start()
+paused.wait()
+if (pid := os.fork()) == 0:
+    with backend.no_collection():
+        assert not gc.isenabled()
+    os._exit(0 if gc.isenabled() else 7)
+assert os.waitpid(pid, 0)[1] == 0
+assert not gc.isenabled(), "the thread goes on"
+over.set()
+thread.join()
+assert gc.isenabled()
+"""
+    lines_of(fresh_process(code))
+
+
+def test_a_child_forked_while_a_property_is_computed_computes_it(fresh_process: Any) -> None:
+    """Of Python before 3.12, `functools.cached_property` would wait for a thread of the parent."""
+    code = """
+import signal, threading
+entered, may_end = threading.Event(), threading.Event()
+
+class Object:
+    @forks.cached_property
+    def number(self):
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            may_end.wait()
+        return [1]
+
+thread = threading.Thread(target=lambda: Object().number)
+thread.start()
+entered.wait()
+if (pid := os.fork()) == 0:
+    signal.alarm(10)
+    made = Object()
+    os._exit(7 if made.number is made.number else 8)
+print("exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+may_end.set()
+thread.join()
+"""
+    assert "exit code 7" in lines_of(fresh_process(HOOKS + code))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +40,8 @@ def test_a_test_that_ends_otherwise_than_under_stock_is_named(proofs: ModuleType
         row("run", a="passed", b="failed", c="skipped"),
         row("shim", a="failed", b="failed"),
         row("run", "cold", a="passed"),
+        {**row("run", a="passed"), "proof": "KDA", "ended": False},
+        {**row("stock", a="passed", b="passed"), "proof": "KDA"},
     ]
     assert proofs.differences(rows) == {
         "GLA, run": [],
@@ -48,6 +52,7 @@ def test_a_test_that_ends_otherwise_than_under_stock_is_named(proofs: ModuleType
     assert figures["passed GLA, run"] == 2.0
     assert figures["tests GLA, shim"] == 2.0
     assert figures["first_step_s GLA, run cold"] == 7.5
+    assert not any("KDA, run" in name for name in figures), "it ran out of time"
     assert "first_step_s GLA, run all" not in figures, "not alone on the machine"
 
 
@@ -69,6 +74,10 @@ def test_every_tuner_of_a_copy_is_the_shims(proofs: ModuleType, tmp_path: Path) 
     )
     assert done.stdout.split() == ["safetune.frontend.autotuner"] * 2
     assert (package / "plain.py").read_text() == "import triton\n"
+    changed = (package / "ops.py").read_text().splitlines()
+    assert changed.index("def a(x): pass") == text.splitlines().index("def a(x): pass"), (
+        "Triton finds the kernel that it has compiled"
+    )
 
 
 def test_each_test_has_one_line_with_its_outcome(proofs: ModuleType, tmp_path: Path) -> None:
@@ -113,6 +122,22 @@ def test_a_stored_step_comes_after_its_cold_one_and_the_next_cold_one(proofs: Mo
     first, second = proofs.PROOFS[:2]
     order = proofs._order([first, second], ["cold", "stored"])
     assert order == [(first, "cold"), (second, "cold"), (first, "stored"), (second, "stored")]
+
+
+def test_a_stored_step_waits_for_its_cold_one(proofs: ModuleType) -> None:
+    stored = threading.Event()
+
+    class Bench:
+        def run(self, proof: Any, way: str, state: str) -> dict[str, Any]:
+            if state == "stored":
+                stored.set()
+            elif stored.wait(0.1):
+                raise AssertionError("the stored step ran beside the cold one")
+            return {**row(way, state, a="passed"), "ended": True}
+
+    options = argparse.Namespace(only="GLA", first_steps=True, ways=["run"], workers=1)
+    found = proofs.run(Bench(), options, set())
+    assert [each["state"] for each in found] == ["cold", "stored"]
 
 
 def test_the_tests_of_each_proof_have_its_first_step(proofs: ModuleType) -> None:

@@ -52,7 +52,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.full
 class TestSite:
     def test_every_public_name_has_its_entry(self, site: Path) -> None:
         import safetune

@@ -123,7 +123,6 @@ def making(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(backends["nvidia"].driver, "is_active", lambda: True)
-    monkeypatch.setattr(nvidia, "make_launcher", make, raising=False)
     monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", make)
     for name in ("_active", "_default"):
         monkeypatch.setattr(driver, name, None)
@@ -221,16 +220,24 @@ class TestDriver:
         with pytest.raises(RuntimeError, match="no C compiler"):
             _ = driver.active
 
-    @pytest.mark.parametrize("reason", ["another back end", "a Triton without a C compiler"])
+    @pytest.mark.parametrize(
+        "reason",
+        ["another back end", "no back end for NVIDIA", "a Triton without a C compiler", "newer"],
+    )
     def test_it_is_asked_where_it_alone_knows(
         self, monkeypatch: pytest.MonkeyPatch, making: threading.Event, reason: str
     ) -> None:
         if reason == "another back end":
             monkeypatch.setattr(backends["amd"].driver, "is_active", lambda: True)
+        elif reason == "no back end for NVIDIA":
+            monkeypatch.delitem(backends, "nvidia")
+            monkeypatch.setitem(sys.modules, "triton.backends.nvidia", None)
+        elif reason == "newer":
+            monkeypatch.setattr(triton, "__version__", "3.10.0")
         else:
-            monkeypatch.delattr(nvidia, "make_launcher")
-        making.set()
+            monkeypatch.delattr(nvidia, "CudaUtils")
         assert not triton_internals.first_driver.begin()
+        making.set()
         assert triton_internals.target_name() == "made"
 
     def test_a_back_end_has_a_hash(self) -> None:

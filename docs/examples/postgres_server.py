@@ -77,6 +77,7 @@ class Server:
         command += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
         command += ["-c", f"max_connections={self._max_connections}"]
         with (self._directory / "log").open("ab") as log:
+            before = log.tell()
             self._process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=self._directory,
@@ -87,7 +88,7 @@ class Server:
                 preexec_fn=_end_with_parent,
                 **self._user,
             )
-        self._wait()
+        self._wait(before)
 
     def stop(self) -> None:
         """End it at once, as a power cut would but for what the system has to write."""
@@ -96,11 +97,13 @@ class Server:
             self._process.wait()
             self._process = None
 
-    def _wait(self) -> None:
+    def _wait(self, before: int) -> None:
+        """Wait for this start, which has written to the log from `before` on."""
         end = time.monotonic() + START_TIMEOUT_S
         assert self._process is not None
         while time.monotonic() < end and self._process.poll() is None:
-            if b"ready to accept connections" in (self._directory / "log").read_bytes():
+            log = (self._directory / "log").read_bytes()[before:]
+            if b"ready to accept connections" in log:
                 with (
                     contextlib.suppress(OSError),
                     socket.create_connection(("127.0.0.1", self.port), timeout=5),

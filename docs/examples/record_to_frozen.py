@@ -2,8 +2,10 @@
 
     python docs/examples/record_to_frozen.py                    # on a GPU, or in the interpreter
     python docs/examples/record_to_frozen.py --fla --devices all  # two layers of FLA, on all GPUs
+    python docs/examples/record_to_frozen.py --fla --tokens 512 --devices all  # 13 keys, minutes
 
-The tuning is killed in the middle, and goes on. Everything is written to a temporary directory.
+The tuning is killed in the middle, and goes on. Everything is written to a temporary directory, in
+which the programs run, too: no folder of this one hides a library that the recorded program has.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+
+#: Both are of the process, before it changes its directory.
+BEGIN, HERE = time.monotonic(), str(Path(__file__).resolve())
 
 BLOCKS = [triton.Config({"BLOCK": size}) for size in (16, 32, 64, 128)]
 
@@ -77,7 +82,7 @@ def two_layers() -> None:
             assert torch.allclose(sums[2], x[3:10].sum(0), atol=1e-4)
 
 
-def two_layers_of_fla() -> None:
+def two_layers_of_fla(tokens: int) -> None:
     """Run two layers of gated linear attention, forward and backward, three times."""
     import fla.layers
 
@@ -85,16 +90,23 @@ def two_layers_of_fla() -> None:
     layers = [fla.layers.GatedLinearAttention(**layer, layer_idx=index) for index in range(2)]
     model = torch.nn.ModuleList(layers).to("cuda", torch.bfloat16)
     for _ in range(3):
-        x = torch.randn(2, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(2, tokens, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for each in model:
             x, *_ = each(x)
         x.float().sum().backward()
 
 
+def step(name: str) -> None:
+    """Say what begins now, and when."""
+    print(f"\n{time.monotonic() - BEGIN:.0f} s: {name}", flush=True)
+
+
 def safetune_command(*words: str, env: dict[str, str]) -> str:
     """Run `safetune ...` and return what it printed; its messages go on to standard error."""
     command = [sys.executable, "-m", "safetune", *words]
-    return subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, f"safetune {' '.join(words)}: {done.returncode}\n{done.stdout}"
+    return done.stdout
 
 
 def stored(database: Path, table: str) -> int:
@@ -118,49 +130,50 @@ def tune_with_a_kill(words: list[str], database: Path, env: dict[str, str]) -> N
         os.kill(process.pid, signal.SIGKILL)
     process.wait()
     kept, choices = stored(database, "trial"), stored(database, "choice")
-    print(f"killed with {choices} of {keys} keys tuned, and {kept} trials stored")
+    step(f"killed with {choices} of {keys} keys tuned, and {kept} trials stored; tune again")
     done = json.loads(safetune_command("tune", *words, "--json", env=env))
     already = sum(not tuning["measured"] for tuning in done["tunings"])
     print(f"again: {already} keys were tuned already, {done['measured']} configs measured")
     assert already >= choices
+    assert not done["left_out"], json.dumps(done["left_out"], indent=1)
 
 
 def whole_way(folder: Path, options: argparse.Namespace) -> None:
     """Record, say what is covered, tune, pack, run frozen, and say again what is covered."""
     database, packs = folder / "recording" / "safetune.db", folder / "packs"
-    program = [sys.executable, __file__, "--run", *(["--fla"] if options.fla else [])]
+    flags = ["--fla", "--tokens", str(options.tokens)] if options.fla else []
+    program = [sys.executable, HERE, "--run", *flags]
     env = {**os.environ, "SAFETUNE_CACHE_DIR": str(database.parent), "SAFETUNE_INSTALL": "1"}
-    print("record")
+    step("record")
     subprocess.run(program, env={**env, "SAFETUNE_MODE": "record"}, check=True)
     print(safetune_command("coverage", env=env))
-    target = [] if options.fla else [__file__]
+    target = [] if options.fla else [HERE]
     devices = ["--devices", options.devices] if options.devices else []
-    print("tune")
+    step("tune")
     tune_with_a_kill([*target, "--recorded", *devices], database, env)
     safetune_command("pack", str(packs), env=env)
     serving = {**env, "SAFETUNE_CACHE_DIR": str(folder / "serving"), "SAFETUNE_PACKS": str(packs)}
-    print("run frozen, with the packs alone")
-    frozen = subprocess.run(
-        program,
-        env={**serving, "SAFETUNE_MODE": "frozen"},
-        check=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    step("run frozen, with the packs alone")
+    frozen_env = {**serving, "SAFETUNE_MODE": "frozen"}
+    frozen = subprocess.run(program, env=frozen_env, stderr=subprocess.PIPE, text=True, check=False)
+    assert frozen.returncode == 0, frozen.stderr
     assert "has no choice" not in frozen.stderr, frozen.stderr
     print(safetune_command("coverage", "--calls", str(database), env=serving))
     text = safetune_command("coverage", "--calls", str(database), "--json", env=serving)
     assert json.loads(text)["by_calls"]["pack"] == 1.0, text
+    step("all calls have a choice in the packs")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--fla", action="store_true", help="two layers of flash-linear-attention")
+    parser.add_argument("--tokens", type=int, default=64, help="FLA: more than 64 are in chunks")
     parser.add_argument("--devices", help="the GPUs to tune on: all, or e.g. 0,1")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
-        (two_layers_of_fla if given.fla else two_layers)()
+        two_layers_of_fla(given.tokens) if given.fla else two_layers()
     else:
         with tempfile.TemporaryDirectory() as name:
+            os.chdir(name)
             whole_way(Path(name), given)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -215,7 +216,7 @@ class Arguments:
         if not self._known:
             self.find_written()
         views = [self.views[index] for index in but]
-        covered = {v.block for v in views if _is_dense(v, self.blocks[v.block].spec.size)}
+        covered = {view.block for view in views if self._is_whole_block(view)}
         for index, block in enumerate(self.blocks):
             if self.sums[index] != self.pristine_sums[index] and index not in covered:
                 block.restore()
@@ -321,7 +322,7 @@ class Arguments:
     def _gap_changed(self, index: int) -> bool:
         block = self.blocks[index]
         views = [i for i, view in enumerate(self.views) if view.block == index]
-        if any(_is_dense(self.views[i], block.spec.size) for i in views):
+        if any(self._is_whole_block(self.views[i]) for i in views):
             return False
         sums = []
         for _ in ("now", "before"):
@@ -332,6 +333,10 @@ class Arguments:
             sums += block.bytes.checksums([block.live.run])
             block.restore()
         return sums[0] != sums[1]
+
+    def _is_whole_block(self, view: TensorSpec) -> bool:
+        size = math.prod(view.shape) * itemsize(view.dtype)
+        return view.is_dense() and size == self.blocks[view.block].spec.size
 
     def where(self, index: int) -> Any:
         """Return what works on the bytes of a tensor."""
@@ -370,14 +375,3 @@ def _poison_bits(dtype: str) -> int:
     if dtype not in FLOATS:
         return int.from_bytes(bytes([_POISON_BYTE] * itemsize(dtype)), "little")
     return _POISON[dtype]
-
-
-def _is_dense(view: TensorSpec, size: int) -> bool:
-    """Whether a view covers a whole block; its elements are not looked at one by one."""
-    expected = 1
-    for length, step in sorted(zip(view.shape, view.stride, strict=True), key=lambda pair: pair[1]):
-        if length != 1:
-            if step != expected:
-                return False
-            expected *= length
-    return expected * itemsize(view.dtype) == size

@@ -44,7 +44,7 @@ class OutputCheck:
         names: of the arguments, for each tensor of the call (see `call.owners_of`).
         scratch: names of arguments that are not compared.
         effects: what the kernel's text says of its writes.
-        fd, kept_bytes, relaunch: see `Results`.
+        fd, relaunch, kept_bytes: see `Results`.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class OutputCheck:
         scratch: Sequence[str],
         effects: Effects,
         fd: int,
+        relaunch: Callable[[int], object],
         kept_bytes: int = _KEPT_BYTES,
-        relaunch: Callable[[int], object] | None = None,
     ) -> None:
         self._arguments = arguments
         self._names = names

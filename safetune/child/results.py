@@ -30,7 +30,7 @@ class Results:
     Args:
         fd: the file of results, which grows as results are kept in it.
         kept_bytes: up to this size it holds more results than `MIN_KEPT`.
-        relaunch: runs a config once more, by its number; without it all results are in the file.
+        relaunch: runs a config once more, by its number.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Results:
         arguments: Arguments,
         fd: int,
         kept_bytes: int,
-        relaunch: Callable[[int], object] | None,
+        relaunch: Callable[[int], object],
     ) -> None:
         self._arguments = arguments
         self._fd = fd
@@ -87,11 +87,10 @@ class Results:
         blocks = [self._block(number) for number in group.blocks]
         on_host = any(block.spec.device == memory.HOST for block in blocks)
         small = sum(block.spec.size for block in blocks) <= _IN_FILE_BYTES
-        return small or on_host or self._relaunch is None
+        return small or on_host
 
     def _make_again(self, group: Group) -> None:
         """Launch a group's config once more; the live result stays what it is."""
-        assert self._relaunch is not None
         with self._arguments.set_aside(group.blocks) as found:
             self._relaunch(group.number)
         self._held.update({(group.number, number): copy for number, copy in found.items()})

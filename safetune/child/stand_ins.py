@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from safetune.child.arguments import Arguments
-from safetune.inputs.spans import Layout, TensorSpec
+from safetune.inputs.spans import Layout, TensorSpec, are_packed, itemsize
 from safetune.isolation.device_bytes import Run
 
 #: What stand-ins have been asked for in vain, in this process.
@@ -67,10 +67,9 @@ class DType(_Limited):
     """An element type; the same object for the same name, as torch has one of each."""
 
     def __init__(self, name: str) -> None:
-        bits = re.search(r"\d+", name)
         super().__init__(
             name=name,
-            itemsize=int(bits[0]) // 8 if bits else 1,
+            itemsize=itemsize(name),
             is_floating_point="float" in name,
             is_complex=name.startswith("complex"),
             is_signed=not name.startswith(("uint", "bool")),
@@ -171,7 +170,7 @@ class StandIn(_Limited):
     def is_contiguous(self, **options: Any) -> bool:
         if options:
             _more("is_contiguous(memory_format)")
-        return self._follows(zip(reversed(self.shape), reversed(self._spec.stride), strict=True))
+        return are_packed([*zip(self.shape, self._spec.stride, strict=True)][::-1])
 
     def zero_(self) -> StandIn:
         self._check_dense("zero_")
@@ -197,21 +196,11 @@ class StandIn(_Limited):
 
     def is_dense(self) -> bool:
         """Whether no other bytes are between the elements."""
-        dims = sorted(zip(self.shape, self._spec.stride, strict=True), key=lambda dim: dim[1])
-        return self._follows(dims)
+        return bool(self._spec.is_dense())
 
     def _check_dense(self, what: str) -> None:
         if not self.is_dense():
             _more(f"{what} of elements that are apart")
-
-    def _follows(self, dims: Any) -> bool:
-        """Whether each dimension, the innermost first, begins where the last one ends."""
-        expected = 1
-        for size, step in dims:
-            if size != 1 and step != expected and self.numel():
-                return False
-            expected *= size
-        return True
 
 
 def _refusing(operator: str) -> Any:

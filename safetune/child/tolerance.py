@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from safetune.inputs.spans import REAL
 from safetune.isolation.device_bytes import NATIVE_FLOATS, View
 
 #: How far apart two right results may be, as a share of an element plus the same share of its
@@ -38,8 +39,7 @@ class Difference(NamedTuple):
 
 def share_of(dtype: str) -> float:
     """Return the share of an element that does not count."""
-    real = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
-    return _SHARES.get(real.get(dtype, dtype), _NARROW_SHARE)
+    return _SHARES.get(REAL.get(dtype, dtype), _NARROW_SHARE)
 
 
 def rounding(inputs: Mapping[float, int], elements: int, dtype: str) -> float:

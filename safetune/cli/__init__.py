@@ -8,36 +8,31 @@ from typing import Any
 
 import click
 
-from safetune.cli.output import (
-    PRINTED,
-    describe,
-    echo,
-    examples,
-    print_json,
-    version_of,
-    warnings_as_lines,
+from safetune.cli import (  # noqa: F401 - each declares its commands
+    clear,
+    coverage,
+    demo,
+    doctor,
+    lint,
+    listing,
+    moving,
+    prune,
+    run,
+    show,
+    stored,
+    tune,
+    verify,
+    warm,
 )
+from safetune.cli.command import ARGUMENTS, COMMANDS, DEBUG, debug_option, examples
+from safetune.cli.output import PRINTED, describe, echo, print_json, version_of, warnings_as_lines
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 
 #: The exit code that shells give a program that SIGINT ended.
 INTERRUPTED = 130
 
-_DEBUG, _AS_JSON = "safetune.debug", "safetune.json"
-
-
-def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
-    context.meta[_DEBUG] = value or context.meta.get(_DEBUG, False)
-
-
-#: On the group and on each command, so that it works before and after the command's name.
-debug_option = click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    callback=_remember_debug,
-    help="Show the traceback of an error.",
-)
+_AS_JSON = "safetune.json"
 
 
 class _Group(click.Group):
@@ -47,8 +42,9 @@ class _Group(click.Group):
     """
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        command = next((word for word in args if not word.startswith("-")), "")
-        context.meta[_AS_JSON] = "--json" in args and command != "run"
+        name = next((word for word in args if not word.startswith("-")), "")
+        context.meta[ARGUMENTS] = args[args.index(name) + 1 :] if name else []
+        context.meta[_AS_JSON] = "--json" in args and name != "run"
         return super().parse_args(context, args)
 
     def invoke(self, context: click.Context) -> Any:
@@ -65,7 +61,7 @@ class _Group(click.Group):
             sys.exit(INTERRUPTED)
         except Exception as error:
             _print_error(context, error, describe(error))
-            if context.meta.get(_DEBUG):
+            if context.meta.get(DEBUG):
                 traceback.print_exc()
             else:
                 echo(f"Error: {describe(error)}", err=True)
@@ -103,34 +99,6 @@ def main() -> None:
     installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
 
 
-# After the debug option, which is on each command.
-from safetune.cli import moving, stored  # noqa: E402
-from safetune.cli.clear import clear  # noqa: E402
-from safetune.cli.coverage import coverage_command  # noqa: E402
-from safetune.cli.demo import demo  # noqa: E402
-from safetune.cli.doctor import doctor  # noqa: E402
-from safetune.cli.lint import lint_command  # noqa: E402
-from safetune.cli.listing import list_choices  # noqa: E402
-from safetune.cli.prune import prune_command  # noqa: E402
-from safetune.cli.run import run_command  # noqa: E402
-from safetune.cli.show import show  # noqa: E402
-from safetune.cli.tune import tune_command  # noqa: E402
-from safetune.cli.verify import verify_command  # noqa: E402
-from safetune.cli.warm import warm_command  # noqa: E402
-
-for _command in (
-    clear,
-    coverage_command,
-    demo,
-    doctor,
-    prune_command,
-    run_command,
-    tune_command,
-    verify_command,
-    warm_command,
-    lint_command,
-    *(list_choices, show, stored.path, stored.stats, stored.gc),
-    *(moving.export, moving.import_, moving.merge, moving.pack),
-):
-    main.add_command(debug_option(_command))
-main.add_command(show, "explain")
+for _command in COMMANDS:
+    main.add_command(_command)
+main.add_command(show.show, "explain")

@@ -2,80 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import click
 
-from safetune.cli.listing import Filter, filter_options
-from safetune.cli.output import Number, counted, date, echo, examples, print_json
-from safetune.cli.stored import (
-    DAY_S,
-    json_option,
-    kernel_argument,
-    not_stored,
-    open_store,
-    shared_directory,
-)
+from safetune.cli.command import DAY_S, Filter, command, filtered, older_than_option
+from safetune.cli.output import counted, date, echo, print_json
+from safetune.cli.stored import kernel_argument, matching, open_store, shared_directory
 from safetune.errors import TargetError
-from safetune.frozen import dataclass
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """A key, and when its newest trial or choice was made; 0 if it has none."""
 
     key: KeyRecord
     newest: float
 
 
-@click.command(
+@command(
     "clear",
-    epilog=examples(
-        "safetune clear add_kernel --yes",
-        "safetune clear add_kernel --file my_kernels.py --device H100 --older-than 90",
-    ),
+    "safetune clear add_kernel --yes",
+    "safetune clear add_kernel --file my_kernels.py --device H100 --older-than 90",
 )
 @kernel_argument
-@filter_options
-@click.option(
-    "--older-than",
-    type=Number(min=0),
-    metavar="DAYS",
-    help="Only keys with no trial and no choice in the last DAYS.",
-)
+@filtered("device", "file")
+@older_than_option("Only keys with no trial and no choice in the last DAYS.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@json_option
-def clear(
-    kernel: str, device: str, file: str, older_than: float | None, yes: bool, as_json: bool
-) -> None:
+def clear(kernel: str, only: Filter, older_than: float | None, yes: bool, as_json: bool) -> None:
     """Delete the trials and choices of KERNEL.
 
     Prints what it will delete, and asks first. Without a terminal, or if several files have a
     kernel of this name, it deletes nothing unless you give --yes, or choose a file with --file.
     """
     store = open_store()
-    if kernel not in store.kernels():
-        raise not_stored(kernel, store)
-    before = None if older_than is None else time.time() - older_than * DAY_S
-    chosen = Filter(device, file)
-    keys = [
-        each
-        for each in _known(store, kernel)
-        if chosen.matches(each.key) and (before is None or each.newest < before)
-    ]
-    if not keys:
-        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
+    before = math.inf if older_than is None else time.time() - older_than * DAY_S
+    keys = matching(
+        kernel,
+        store,
+        _known(store, kernel),
+        lambda each: only.matches(each.key) and each.newest < before,
+    )
     if not yes:
         _ask(kernel, keys, as_json)
-    digests = {each.key.digest for each in keys}
-    everything = not (device or file or older_than is not None)
-    store.clear(kernel, None if everything else digests)
+    everything = only == Filter() and older_than is None
+    digests = None if everything else {each.key.digest for each in keys}
+    store.clear(kernel, digests)
     if shared := shared_directory():
-        shared.forget(kernel, None if everything else digests)
+        shared.forget(kernel, digests)
     if as_json:
         print_json({"kernel": kernel, "cleared": len(keys)})
     else:
@@ -83,11 +62,9 @@ def clear(
 
 
 def _known(store: Store, kernel: str) -> list[_Known]:
-    made: dict[str, list[float]] = {}
-    for entry in store.choices(kernel):
-        made.setdefault(entry.key.digest, []).append(entry.choice.created)
+    made = {entry.key.digest: entry.choice.created for entry in store.choices(kernel)}
     return [
-        _Known(key, max([*made.get(key.digest, ()), *(t.created for t in trials)], default=0.0))
+        _Known(key, max([made.get(key.digest, 0.0), *(trial.created for trial in trials)]))
         for key, trials in store.trials_of(kernel)
     ]
 

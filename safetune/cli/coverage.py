@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from safetune.cli.command import command
+from safetune.cli.layout import print_records
 from safetune.cli.output import (
     call_words,
     counted,
-    empty_table,
-    examples,
     print_json,
     stdout_console,
 )
-from safetune.cli.stored import json_option, open_store
+from safetune.cli.stored import open_store
 from safetune.errors import TargetError
 from safetune.outcome import duration
 from safetune.settings import Mode, Settings
@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 _MOST_LISTED = 10
 
 
-@click.command(
-    "coverage",
-    epilog=examples(
-        "safetune coverage",
-        "safetune coverage --json",
-    ),
-)
+@command("coverage", "safetune coverage", "safetune coverage --json")
 @click.option(
     "--calls",
     "database",
@@ -43,7 +37,6 @@ _MOST_LISTED = 10
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The calls that another safetune.db has recorded.",
 )
-@json_option
 def coverage_command(database: Path | None, as_json: bool) -> None:
     """Show which of the calls that SAFETUNE_MODE=record has recorded have a choice.
 
@@ -70,20 +63,24 @@ def _print(covered: Sequence[Covered]) -> None:
     from safetune.offline.coverage import shares
 
     console = stdout_console()
-    table = empty_table(
-        "shares of calls / of time", "kernel", "keys", "calls", "time", *shares(covered)
-    )
     names = dict.fromkeys(each.call.name for each in covered)
     rows = {name: [each for each in covered if each.call.name == name] for name in names}
-    for name, entries in (*rows.items(), ("all", covered)):
-        both = (" / ".join(map(_percent, each)) for each in shares(entries).values())
-        calls = sum(each.calls for each in entries)
-        time = duration(sum(each.time_ms for each in entries))
-        table.add_row(name, str(len(entries)), str(calls), time, *both)
-    console.print(table)
+    records = [
+        {
+            "kernel": name,
+            "keys": len(entries),
+            "calls": sum(each.calls for each in entries),
+            "time": duration(sum(each.time_ms for each in entries)),
+            **{kind: " / ".join(map(_percent, both)) for kind, both in shares(entries).items()},
+        }
+        for name, entries in (*rows.items(), ("all", covered))
+    ]
+    print_records(console, "shares of calls / of time", records)
     missing = [each for each in covered if not each.found.is_of_key]
     for each in missing[:_MOST_LISTED]:
-        console.print(f"{each.found.value}: {_words(each)}")
+        call = f"{each.call.name} {call_words(each.call.arguments['call'])}"
+        often = f"{counted(each.calls, 'call')}, {duration(each.time_ms)}"
+        console.print(f"{each.found.value}: {call}, {often}")
     if len(missing) > _MOST_LISTED:
         console.print(f"and {counted(len(missing) - _MOST_LISTED, 'more key')}")
 
@@ -91,12 +88,6 @@ def _print(covered: Sequence[Covered]) -> None:
 def _percent(share: float) -> str:
     """Return a share as text; only all of it is 100 %."""
     return "100 %" if share == 1 else f"{min(share * 100, 99.9):.3g} %"
-
-
-def _words(covered: Covered) -> str:
-    call = covered.call
-    described = call_words(call.arguments["call"])
-    return f"{call.name} {described}, {counted(covered.calls, 'call')}, {duration(covered.time_ms)}"
 
 
 def _data(covered: Sequence[Covered]) -> dict[str, Any]:
@@ -113,7 +104,6 @@ def _data(covered: Sequence[Covered]) -> dict[str, Any]:
         }
         for each in covered
     ]
-    both = shares(covered)
-    by_calls = {kind: of_calls for kind, (of_calls, _) in both.items()}
-    by_time = {kind: of_time for kind, (_, of_time) in both.items()}
+    both = shares(covered).items()
+    by_calls, by_time = ({kind: shared[place] for kind, shared in both} for place in (0, 1))
     return {"by_calls": by_calls, "by_time": by_time, "calls": calls}

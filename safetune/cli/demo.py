@@ -9,13 +9,14 @@ from pathlib import Path
 
 import click
 
-from safetune.cli.output import echo, examples
+from safetune.cli.command import command
+from safetune.cli.output import echo
 from safetune.errors import TargetError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-@click.command("demo", epilog=examples("safetune demo", "safetune demo --copy examples"))
+@command("demo", "safetune demo", "safetune demo --copy examples", json=False)
 @click.option(
     "--copy",
     metavar="DIR",

@@ -6,11 +6,12 @@ line for each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from safetune.offline.plan import Plan
 
 #: How often a worker looks whether it has something to tell, and tells that it is there.
-_LOOK_S, _TELL_S = 1.0, 10.0
+LOOK_S, _TELL_S = 1.0, 10.0
 
 #: Making the arguments may take this long, and a step of a tuning, beside its own limits.
 _MARGIN_S = 600.0
@@ -53,19 +54,37 @@ def end_process(seconds: float) -> None:
     os._exit(2)
 
 
+@contextlib.contextmanager
+def repeated(call: Callable[[], object], first_s: float, every_s: float) -> Iterator[None]:
+    """Call a function after a while, and then every so often, in a thread."""
+    ended = threading.Event()
+
+    def run() -> None:
+        pause_s = first_s
+        while not ended.wait(pause_s):
+            call()
+            pause_s = every_s
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 class _Shown:
-    """Shows lines on standard error for as long as it is entered.
+    """Shows lines on standard error for as long as it is entered; then a terminal's disappear.
 
     A subclass says which: `rows`, none before there is something to show.
     """
 
     def __init__(self, hidden: bool, pauses_s: tuple[float, float]) -> None:
-        self._hidden, self._pauses_s = hidden, pauses_s
-        self._ended = threading.Event()
+        self._shown: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         console = Console(stderr=True)
-        self._live: Live | None = None
         if console.is_terminal and not hidden:
-            self._live = Live(get_renderable=self._renderable, console=console, transient=True)
+            self._shown = Live(get_renderable=self._renderable, console=console, transient=True)
+        elif not hidden:
+            self._shown = repeated(self._print, *pauses_s)
 
     def rows(self, separator: str) -> list[str]:
         """Return the lines."""
@@ -73,28 +92,20 @@ class _Shown:
 
     def __enter__(self) -> Self:
         """Begin to show it."""
-        if self._live is not None:
-            self._live.start()
-        elif not self._hidden:
-            threading.Thread(target=self._print_now_and_then, daemon=True).start()
+        self._shown.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show no more; the lines of a terminal disappear."""
-        self._ended.set()
-        if self._live is not None:
-            self._live.stop()
+        """Show no more."""
+        self._shown.__exit__(None, None, None)
 
     def _renderable(self) -> Text:
         text = "\n".join(map(visible, self.rows("  ")))
         return Text(text, no_wrap=True, overflow="ellipsis")
 
-    def _print_now_and_then(self) -> None:
-        pause_s, every_s = self._pauses_s
-        while not self._ended.wait(pause_s):
-            for row in self.rows(", "):
-                echo(f"safetune: {row}", err=True)
-            pause_s = every_s
+    def _print(self) -> None:
+        for row in self.rows(", "):
+            echo(f"safetune: {row}", err=True)
 
 
 class Display(_Shown):
@@ -158,16 +169,17 @@ class Display(_Shown):
         """What changes whenever something happens."""
         return self._number, self._words, self._tally and self._tally.steps
 
-    def text(self, separator: str) -> str:
-        """Return the sweep, the tuning, its configs, the best time, the rate and the time left."""
+    def rows(self, separator: str) -> list[str]:
+        """Return the sweep, the tuning, its configs, the best time, the rate and the time left.
+
+        One line, once a tuning has begun.
+        """
+        if not self._words:
+            return []
         place, plan = self.place, self._plan
         parts = [f"{self._number}/{len(plan.tunings)} {place.steps[0]}", *place.steps[1:]]
         parts += _rate(place.tried, plan.new, self._clock() - self._started, plan.most_s)
-        return separator.join([*parts, place.doing] if place.doing else parts)
-
-    def rows(self, separator: str) -> list[str]:
-        """Return the line, once a tuning has begun."""
-        return [self.text(separator)] if self._words else []
+        return [separator.join(filter(None, [*parts, place.doing]))]
 
 
 class FleetDisplay(_Shown):
@@ -225,16 +237,6 @@ class Teller:
         self._display, self._tell, self._end, self._clock = display, tell, end, clock
         self._steps: tuple[object, ...] = ()
         self._changed_at = self._tell_at = -math.inf
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        """Begin to tell."""
-        threading.Thread(target=self._look_now_and_then, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Tell no more."""
-        self._ended.set()
 
     def look(self) -> None:
         """Tell where the worker is, if anything has happened or it was not told for a while."""
@@ -246,10 +248,6 @@ class Teller:
             self._steps, self._changed_at = steps, now
         elif now - self._changed_at > self._display.stuck_after_s:
             self._end(now - self._changed_at)
-
-    def _look_now_and_then(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            self.look()
 
 
 def _rate(tried: int, new: int, seconds: float, most_s: float) -> list[str]:

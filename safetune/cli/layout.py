@@ -46,6 +46,19 @@ def shared_and_columns(
     return shared, [column for column in columns if column.name not in shared]
 
 
+def print_records(
+    console: Console,
+    title: str,
+    records: Sequence[Mapping[str, object]],
+    styles: Sequence[str | None] = (),
+) -> None:
+    """Print a table with a row for each record, below a title."""
+    console.print(title, style="bold", soft_wrap=True)
+    names = records[0] if records else ()
+    print_table(console, [Column(n, tuple(str(r[n]) for r in records)) for n in names], styles)
+    console.print()
+
+
 def words(values: Mapping[str, str]) -> str:
     """Return `BLOCK=64 num_warps=4`."""
     return " ".join(f"{name}={value}" for name, value in values.items())

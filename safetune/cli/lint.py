@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from safetune.cli.output import counted, echo, examples
-from safetune.cli.stored import json_option
+from safetune.cli.command import command
+from safetune.cli.output import counted, echo
 from safetune.lint.check import check
 from safetune.lint.formats import FORMATS
 from safetune.lint.rules import DEFAULT, RULES
@@ -16,13 +16,11 @@ from safetune.lint.rules import DEFAULT, RULES
 _CHOICE = click.Choice([*RULES, "all"])
 
 
-@click.command(
+@command(
     "lint",
-    epilog=examples(
-        "safetune lint .",
-        "safetune lint my_package --format sarif > lint.sarif",
-        "safetune lint kernels.py --select all --ignore bucket",
-    ),
+    "safetune lint .",
+    "safetune lint my_package --format sarif > lint.sarif",
+    "safetune lint kernels.py --select all --ignore bucket",
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
@@ -35,7 +33,6 @@ _CHOICE = click.Choice([*RULES, "all"])
 )
 @click.option("--select", multiple=True, type=_CHOICE, help="Only this rule; can be repeated.")
 @click.option("--ignore", multiple=True, type=_CHOICE, help="Leave out this rule; can be repeated.")
-@json_option
 def lint_command(
     paths: tuple[Path, ...],
     form: str,

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from safetune.cli.layout import Column, print_fact, print_table, shared_and_columns, words
+from safetune.cli.command import Filter, command, filtered
+from safetune.cli.layout import Column, print_fact
 from safetune.cli.output import (
+    PACK,
     date,
     describe,
     echo,
-    examples,
     print_json,
     readable_call,
-    readable_config,
     stdout_console,
 )
-from safetune.cli.stored import json_option, open_store
-from safetune.cli.trials import time_words
+from safetune.cli.stored import open_store
+from safetune.cli.trials import print_choices, time_words
 from safetune.errors import SafetuneError
 from safetune.frozen import dataclass
 from safetune.outcome import Mark
 from safetune.settings import Settings
+from safetune.store.local.store import AGREED, IMPORTED
 from safetune.store.records import ChoiceRecord, KeyRecord
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 #: The kernel's digest and the source file are cut to this.
 _DIGEST = 8
-
-#: In place of `Store.origin`, for a choice in a directory of SAFETUNEPACKS.
-PACK = "pack "
 
 
 @dataclass(frozen=True)
@@ -49,24 +47,10 @@ class Entry:
     @property
     def short_source(self) -> str:
         """Where it is from, in a word."""
-        if not self.origin:
-            return "here"
-        return {"sync()": "sync()", "import": "import"}.get(
-            self.origin, "pack" if self.origin.startswith(PACK) else "shared"
-        )
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Which keys are shown; an empty text is in every name."""
-
-    device: str
-    file: str
-
-    def matches(self, key: KeyRecord) -> bool:
-        """Whether a key is on such a device, and its kernel in such a file."""
-        in_file = self.file in f"{key.kernel_file}:{key.kernel_line}"
-        return in_file and self.device.lower() in str(key.device["name"]).lower()
+        if self.origin.startswith(PACK):
+            return "pack"
+        known = {"": "here", IMPORTED: "import", AGREED: "sync()"}
+        return known.get(self.origin, "shared")
 
 
 def by_kernel(key: KeyRecord) -> Any:
@@ -83,23 +67,8 @@ _SORTS: dict[str, Callable[[Entry], Any]] = {
 }
 
 
-def filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that choose keys by their device and the kernel's file."""
-    device = click.option(
-        "--device", default="", metavar="TEXT", help="Only devices with TEXT in their names."
-    )
-    file = click.option(
-        "--file", default="", metavar="TEXT", help="Only kernels with TEXT in their file:line."
-    )
-    return device(file(command))
-
-
-@click.command(
-    "list",
-    epilog=examples("safetune list", "safetune list --device H100 --since 2026-11-01 --sort time"),
-)
-@click.option("--kernel", multiple=True, metavar="NAME", help="Only kernels of this name.")
-@filter_options
+@command("list", "safetune list", "safetune list --device H100 --since 2026-11-01 --sort time")
+@filtered("kernel", "device", "file")
 @click.option(
     "--since",
     type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]),
@@ -113,27 +82,19 @@ def filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Sort by kernel and file, by time, or the newest first.",
 )
-@json_option
 def list_choices(
-    kernel: tuple[str, ...],
-    device: str,
-    file: str,
-    since: datetime.datetime | None,
-    disputed: bool,
-    sort: str,
-    as_json: bool,
+    only: Filter, since: datetime.datetime | None, disputed: bool, sort: str, as_json: bool
 ) -> None:
     """List the stored choices, one row per kernel, arguments and device.
 
     Kernels of one name are told apart by file, line and digest. Choices in the directories of
     SAFETUNE_PACKS are listed for keys that have none in the store.
     """
-    chosen, after = Filter(device, file), since.timestamp() if since else 0.0
+    after = since.timestamp() if since else 0.0
     entries = [
         entry
         for entry in entries_of(open_store())
-        if not kernel or entry.key.kernel_name in kernel
-        if chosen.matches(entry.key)
+        if only.matches(entry.key)
         if entry.choice.created >= after
         if not disputed or entry.choice.dispute
     ]
@@ -142,16 +103,20 @@ def list_choices(
         print_json([choice_data(entry) for entry in entries])
         return
     console = stdout_console()
-    if not entries:
-        narrowed = bool(kernel or device or file or since or disputed)
-        hint = (
-            "No choice matches."
-            if narrowed
-            else "No choice is stored yet; run `safetune tune` first."
-        )
-        console.print(hint)
-    for group in _groups(entries):
-        _print_group(console, group)
+    if not entries and (only != Filter() or since or disputed):
+        console.print("No choice matches.")
+    elif not entries:
+        console.print("No choice is stored yet; run `safetune tune` first.")
+    for group in grouped(entries):
+        print_kernel(console, group[0].key)
+        columns = [
+            Column("time", tuple(time_words(entry.choice.median_ms) for entry in group)),
+            Column("made", tuple(date(entry.choice.created) for entry in group), spare=2),
+            Column("from", tuple(entry.short_source for entry in group), spare=1),
+            Column("", tuple(_remarks(entry) for entry in group)),
+        ]
+        calls = [readable_call(entry.key.call) for entry in group]
+        print_choices(console, calls, [entry.choice.config for entry in group], columns)
 
 
 def entries_of(store: Store, kernel: str | None = None) -> list[Entry]:
@@ -178,36 +143,14 @@ def _in_packs() -> Iterator[Entry]:
             yield Entry(entry.key, entry.choice, f"{PACK}{directory}")
 
 
-def group_of(key: KeyRecord) -> tuple[str, ...]:
-    """Return what keys have in common that are printed in one table."""
-    toolchain = str(sorted(key.toolchain.items()))
-    return key.kernel_name, key.kernel_digest, key.device_digest, toolchain
-
-
-def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
-    groups: dict[tuple[str, ...], list[Entry]] = {}
+def grouped(entries: Iterable[Any]) -> list[list[Any]]:
+    """Return what is printed in one table: of one kernel, device and toolchain, in its order."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
     for entry in entries:
-        groups.setdefault(group_of(entry.key), []).append(entry)
+        key, toolchain = entry.key, str(sorted(entry.key.toolchain.items()))
+        of = (key.kernel_name, key.kernel_digest, key.device_digest, toolchain)
+        groups.setdefault(of, []).append(entry)
     return list(groups.values())
-
-
-def _print_group(console: Console, group: Sequence[Entry]) -> None:
-    print_kernel(console, group[0].key)
-    calls = shared_and_columns([readable_call(entry.key.call) for entry in group])
-    configs = shared_and_columns([readable_config(entry.choice.config) for entry in group])
-    for shared, what in ((calls[0], "all"), (configs[0], "all choices")):
-        if shared:
-            print_fact(console, f"{what}: ", words(shared))
-    columns = [
-        *calls[1],
-        *configs[1],
-        Column("time", tuple(time_words(entry.choice.median_ms) for entry in group)),
-        Column("made", tuple(date(entry.choice.created) for entry in group), spare=2),
-        Column("from", tuple(entry.short_source for entry in group), spare=1),
-        Column("", tuple(_remarks(entry) for entry in group)),
-    ]
-    print_table(console, columns)
-    console.print()
 
 
 def _remarks(entry: Entry) -> str:

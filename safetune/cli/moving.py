@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from safetune.cli import tables
-from safetune.cli.output import counted, echo, examples, print_json
-from safetune.cli.stored import json_option, open_store, shared_directory
+from safetune.cli.command import FILE, Filter, command, filtered
+from safetune.cli.output import counted, echo, print_json
+from safetune.cli.stored import open_store, shared_directory
 from safetune.errors import TargetError
 from safetune.settings import Settings
 
@@ -18,63 +19,41 @@ if TYPE_CHECKING:
     from safetune.store.packs.exchange import Collected
     from safetune.store.records import StoredChoice
 
-_path = click.Path(path_type=Path)
-_sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=_path)
+_sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=FILE)
 
 
-def _writes(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command that writes choices: which ones, and how it reports them."""
-    options = (
-        click.option(
-            "--kernel", multiple=True, metavar="NAME", help="Only choices for this kernel."
-        ),
-        click.option(
-            "--device",
-            metavar="TEXT",
-            help="Only choices for devices with TEXT in their names, e.g. H100.",
-        ),
-        json_option,
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-@click.command(
+@command(
     "export",
-    epilog=examples(
-        "safetune export packs", "safetune export h100.json --kernel add_kernel --device H100"
-    ),
+    "safetune export packs",
+    "safetune export h100.json --kernel add_kernel --device H100",
 )
-@click.argument("path", metavar="DIR|FILE", type=_path)
+@click.argument("path", metavar="DIR|FILE", type=FILE)
 @tables.format_option(tables.T4)
 @tables.names_option
-@_writes
-def export(path: Path, kind: str, names: tuple[tuple[str, str], ...], **options: Any) -> None:
+@filtered("kernel", "device")
+def export(
+    path: Path, kind: str, names: tuple[tuple[str, str], ...], only: Filter, as_json: bool
+) -> None:
     """Write the stored choices to DIR, one file per kernel and device.
 
     With a FILE, whose name ends in .json, writes the choices of one kernel and device. With
     --format, writes the tables of vLLM, SGLang or Hugging Face kernels to DIR, or all trials as T4.
     """
     if kind == tables.PACK:
-        _write(_stored(), path, **options)
+        _write(_packs_of(_stored(), only, path), as_json)
     elif kind == tables.T4:
-        tables.export_trials(path, **options)
+        _write(tables.trials(path, only), as_json, "trial")
     else:
-        chosen = _selected(_stored(), options["kernel"], options["device"])
-        tables.export_tables(chosen, path, kind, dict(names), options["as_json"])
+        _write(tables.of_choices(_selected(_stored(), only), path, kind, dict(names)), as_json)
 
 
-@click.command(
-    "import", epilog=examples("safetune import packs", "safetune import other/safetune.db")
-)
+@command("import", "safetune import packs", "safetune import other/safetune.db")
 @_sources
 @tables.format_option(tables.DEJAVU)
 @click.option(
     "--target", metavar="TARGET", help="With --format: the kernels whose stored keys get a choice."
 )
 @tables.names_option
-@json_option
 def import_(
     source: tuple[Path, ...],
     kind: str,
@@ -111,25 +90,25 @@ def import_(
     echo(", ".join(lines))
 
 
-@click.command("merge", epilog=examples("safetune merge packs other.json --into merged"))
+@command("merge", "safetune merge packs other.json --into merged")
 @_sources
 @click.option(
-    "--into", required=True, metavar="DIR|FILE", type=_path, help="Where to write the result."
+    "--into", required=True, metavar="DIR|FILE", type=FILE, help="Where to write the result."
 )
-@_writes
-def merge(source: tuple[Path, ...], into: Path, **options: Any) -> None:
+@filtered("kernel", "device")
+def merge(source: tuple[Path, ...], into: Path, only: Filter, as_json: bool) -> None:
     """Merge the choices of every SOURCE and write them as export does.
 
     SOURCE is a file that export wrote, a directory of such files, or a safetune.db. Of two choices
     for the same key and configs the later generation wins, then the one made first.
     """
-    _write(_merged(source), into, **options)
+    _write(_packs_of(_merged(source), only, into), as_json)
 
 
-@click.command("pack", epilog=examples("safetune pack image-packs"))
-@click.argument("directory", metavar="DIR", type=_path)
-@_writes
-def pack(directory: Path, as_json: bool, **options: Any) -> None:
+@command("pack", "safetune pack image-packs")
+@click.argument("directory", metavar="DIR", type=FILE)
+@filtered("kernel", "device")
+def pack(directory: Path, only: Filter, as_json: bool) -> None:
     """Write every choice known on this machine to DIR, for SAFETUNE_PACKS.
 
     Merges the choices in the store with those in the directories of SAFETUNE_PACKS. DIR must not
@@ -137,7 +116,7 @@ def pack(directory: Path, as_json: bool, **options: Any) -> None:
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TargetError(f"{directory} exists and is not empty; give a new directory")
-    _write(_merged(_packs(), _stored()), directory, as_json=as_json, **options)
+    _write(_packs_of(_merged(_packs(), _stored()), only, directory), as_json)
     if not as_json:
         echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
 
@@ -174,51 +153,48 @@ def _reported(collected: Collected) -> list[StoredChoice]:
     return collected.entries
 
 
-def _write(
-    every: Sequence[StoredChoice],
-    path: Path,
-    kernel: tuple[str, ...],
-    device: str | None,
-    as_json: bool,
-) -> None:
-    """Write the selected choices to a directory, or those of one kernel and device to a file."""
+def _packs_of(
+    entries: Sequence[StoredChoice], only: Filter, path: Path
+) -> dict[Path, tuple[str, int]]:
+    """Return the packs of the selected choices: in a directory, or a file with the only one."""
     from safetune.store.packs import exchange
+    from safetune.store.packs.packs import dump
 
-    packs = exchange.packs_of(_selected(every, kernel, device))
-    targets = {path / name: pack for name, pack in packs.items()}
+    packs = exchange.packs_of(_selected(entries, only))
     if path.suffix == ".json" and not path.is_dir():
         if len(packs) > 1:
             raise TargetError(
                 f"{path} is one file, and there are {len(packs)} kernels and devices: name a "
                 f"directory, or choose with --kernel and --device among {', '.join(packs)}"
             )
-        targets = {path: next(iter(packs.values()))}
-    for file, pack in targets.items():
-        exchange.write_pack(pack, file)
-    if as_json:
-        written = [{"path": str(file), "choices": len(pack)} for file, pack in targets.items()]
-        print_json({"written": written})
-    else:
-        for file, pack in targets.items():
-            echo(f"{file}: {counted(len(pack), 'choice')}")
+        packs = {"": next(iter(packs.values()))}
+    return {path / name: (dump(pack), len(pack)) for name, pack in packs.items()}
 
 
-def _selected(
-    every: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None
-) -> list[StoredChoice]:
-    """Return the choices of some kernels and devices; raises `TargetError` without one."""
+def _write(files: Mapping[Path, tuple[str, int]], as_json: bool, noun: str = "choice") -> None:
+    """Write files, each with its text, and print of how many choices or trials each is."""
     from safetune.store.packs import exchange
 
-    found = exchange.selected(every, kernel, device)
-    if not found:
-        raise TargetError(_nothing(every, kernel, device))
-    return found
+    for file, (text, _) in files.items():
+        exchange.write(file, text)
+    if as_json:
+        written = [{"path": str(file), f"{noun}s": count} for file, (_, count) in files.items()]
+        print_json({"written": written})
+        return
+    for file, (_, count) in files.items():
+        echo(f"{file}: {counted(count, noun)}")
 
 
-def _nothing(entries: Sequence[StoredChoice], kernel: tuple[str, ...], device: str | None) -> str:
+def _selected(entries: Sequence[StoredChoice], only: Filter) -> list[StoredChoice]:
+    """Return the choices of some kernels and devices; raises `TargetError` without one."""
+    if found := [entry for entry in entries if only.matches(entry.key)]:
+        return found
     if not entries:
-        return "no choice is stored yet; run `safetune tune` first"
-    wanted = [*(f"kernel {name!r}" for name in kernel), *([f"device {device!r}"] if device else [])]
+        raise TargetError("no choice is stored yet; run `safetune tune` first")
+    wanted = [f"kernel {name!r}" for name in only.kernel]
+    wanted += [f"device {only.device!r}"] * bool(only.device)
     there = sorted({(e.key.kernel_name, str(e.key.device["name"])) for e in entries})
     listed = ", ".join(f"{name} on {model}" for name, model in there)
-    return f"no choice is stored for {' and '.join(wanted)}; choices are stored for: {listed}"
+    raise TargetError(
+        f"no choice is stored for {' and '.join(wanted)}; choices are stored for: {listed}"
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -17,15 +16,13 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from safetune.errors import PhantomKeyWarning, SafetuneError
@@ -33,7 +30,7 @@ from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.messages import counted as counted
 from safetune.messages import logger, prefix
-from safetune.outcome import Outcome, Timing, Verdict
+from safetune.outcome import Outcome
 from safetune.store.local.store import AGREED, IMPORTED
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -45,22 +42,14 @@ _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 _WIDE = 10_000
 _STDOUT = 1
 
+#: In place of `Store.origin`, for a choice in a directory of SAFETUNE_PACKS.
+PACK = "pack "
+
 #: In the context of a command that has printed its JSON.
 PRINTED = "safetune.printed"
 
 #: The end of a shared store's identity, which tells databases of one location apart.
 _DIGEST = re.compile(" [0-9a-f]{32}$")
-
-
-class Number(click.FloatRange):
-    """A number in a range; for click, NaN is in each."""
-
-    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
-        """Return the number."""
-        found = super().convert(value, parameter, context)
-        if math.isnan(found):
-            self.fail(f"{value!r} is not a number.", parameter, context)
-        return found
 
 
 def version_of(module: str) -> str:
@@ -170,14 +159,11 @@ def print_json(data: Any) -> None:
         context.meta[PRINTED] = True
 
 
-def examples(*lines: str) -> str:
-    """Return the end of a command's help: command lines to copy."""
-    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
-
-
 def source_words(origin: str) -> str:
     """Return where a choice is from, for people; `origin` is as `Store.origin` returns it."""
     known = {"": "measured here", IMPORTED: "imported", AGREED: "agreed on in sync()"}
+    if origin.startswith(PACK):
+        return f"in the {origin}"
     return known.get(origin) or f"from {_DIGEST.sub('', origin)}"
 
 
@@ -200,54 +186,39 @@ class _Console(Console):
         return super().render_str(visible(text), **options)
 
 
-def empty_table(title: str, *headings: str) -> Table:
-    """Return a table; columns of text fold on a narrow terminal."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    for heading in headings:
-        if heading in ("median", "p20-p80", "ratio"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        else:
-            table.add_column(heading, overflow="fold", no_wrap=heading == "verdict")
-    return table
-
-
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as plain JSON data."""
-    names = ("detail", "message", "stderr", "timing", "gpu_uuid", "marks", "judged")
-    plain = asdict(outcome)
-    return {
-        "verdict": outcome.verdict.value,
-        "label": outcome.label,
-        **{name: plain[name] for name in names},
-    }
+    return {**asdict(outcome), "verdict": outcome.verdict.value, "label": outcome.label}
 
 
-def outcome_in(data: Mapping[str, Any]) -> Outcome:
-    """Return the outcome in what `outcome_data` made of it."""
-    names = ("detail", "message", "stderr", "gpu_uuid", "judged")
-    return Outcome(
-        Verdict(data["verdict"]),
-        Timing(**data["timing"]) if data["timing"] else None,
-        marks=tuple(data["marks"]),
-        **{name: data[name] for name in names},
-    )
+def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
+    """Return recorded calls that are left out, and why, as plain JSON data."""
+    return [{"call": left.words, "reason": left.reason} for left in left_out]
 
 
-#: A stored config's launch options in their usual order, with their defaults.
-_OPTIONS = {"num_warps": None, "num_stages": None, "num_ctas": 1, "maxnreg": None}
+#: A stored config's options in their usual order, with the values that are not shown.
+_OPTIONS: dict[str, int | None] = {
+    "num_warps": None,
+    "num_stages": None,
+    "num_ctas": 1,
+    "maxnreg": None,
+    "ir_override": None,
+    "pre_hook": None,
+}
+
+
+def config_parts(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a stored config's kwargs by name, and its options that are not defaults."""
+    kwargs = {name: record[name] for name in sorted(record) if name not in _OPTIONS}
+    shown = ((name, record.get(name, default)) for name, default in _OPTIONS.items())
+    return kwargs, {name: value for name, value in shown if value != _OPTIONS[name]}
 
 
 def readable_config(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return a stored config's kwargs by name, then its launch options, as people read them."""
-    kwargs = {name: record[name] for name in sorted(record) if name not in _OPTIONS}
-    hooked = kwargs.pop("pre_hook", None) is not None
-    options = {
-        name: record[name]
-        for name, default in _OPTIONS.items()
-        if record.get(name, default) != default
-    }
+    """Return a stored config's kwargs by name, then its options, as people read them."""
+    kwargs, options = config_parts(record)
     found = {name: str(readable(value)) for name, value in (kwargs | options).items()}
-    return found | ({"pre_hook": "yes"} if hooked else {})
+    return found | ({"pre_hook": "yes"} if "pre_hook" in found else {})
 
 
 def config_words(record: Mapping[str, Any]) -> str:
@@ -257,8 +228,8 @@ def config_words(record: Mapping[str, Any]) -> str:
 
 def readable_call(call: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of a stored key by name, and the dtypes, as people read them."""
-    dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     values = {name: str(readable(value)) for name, value in call["values"]}
+    dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     return values | ({"dtype": dtypes} if dtypes else {})
 
 

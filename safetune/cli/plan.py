@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safetune.cli.output import counted, empty_table, print_json, stdout_console
+from safetune.cli.layout import print_records
+from safetune.cli.output import counted, left_out_data, print_json, stdout_console
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan
@@ -14,22 +15,42 @@ if TYPE_CHECKING:
 
 def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
     """Print every tuning of a plan, and what is left to do in all."""
+    tunings = [
+        {
+            "kernel": each.sketch.kernel,
+            "shape": each.sketch.shape,
+            "dtype": each.sketch.dtype,
+            "key": each.key,
+            "configs": each.configs,
+            "to_measure": len(each.new),
+            "compilations": len(each.binaries),
+            "share": each.share,
+            "estimate_s": each.estimate_s,
+        }
+        for each in plan.tunings
+    ]
     if as_json:
-        print_json(_plan_data(plan, left_out))
+        all_together = {n: getattr(plan, n) for n in ("configs", "compilations", "estimate_s")}
+        data = {"tunings": tunings, "to_measure": plan.new, **all_together}
+        print_json({**data, "left_out": left_out_data(left_out)})
         return
     console = stdout_console()
-    headings = ("kernel", "shape", "dtype", "configs", "stored", "to measure", "compilations")
-    table = empty_table("plan", *headings, "share", "time")
-    for each in plan.tunings:
-        sketch = each.sketch
-        sizes = (each.configs, each.configs - len(each.new), len(each.new), len(each.binaries))
-        share = "" if each.share is None else f"{each.share * 100:.3g} %"
-        time = "" if each.estimate_s is None else about(each.estimate_s)
-        table.add_row(sketch.kernel, sketch.shape, sketch.dtype, *map(str, sizes), share, time)
-    console.print(table)
+    print_records(console, "plan", [_record(each) for each in tunings])
     console.print(plan_words(plan))
     for left in left_out:
         console.print(f"not tuned: {left.words}: {left.reason}")
+
+
+def _record(tuning: dict[str, Any]) -> dict[str, Any]:
+    share, estimate_s = tuning["share"], tuning["estimate_s"]
+    return {
+        **{name: tuning[name] for name in ("kernel", "shape", "dtype", "configs")},
+        "stored": tuning["configs"] - tuning["to_measure"],
+        "to measure": tuning["to_measure"],
+        "compilations": tuning["compilations"],
+        "share": "" if share is None else f"{share * 100:.3g} %",
+        "time": "" if estimate_s is None else about(estimate_s),
+    }
 
 
 def plan_words(plan: Plan) -> str:
@@ -56,24 +77,3 @@ def about(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _plan_data(plan: Plan, left_out: Sequence[LeftOut]) -> dict[str, Any]:
-    tunings = [
-        {
-            "kernel": each.sketch.kernel,
-            "shape": each.sketch.shape,
-            "dtype": each.sketch.dtype,
-            "key": each.key,
-            "configs": each.configs,
-            "to_measure": len(each.new),
-            "compilations": len(each.binaries),
-            "share": each.share,
-            "estimate_s": each.estimate_s,
-        }
-        for each in plan.tunings
-    ]
-    names = ("configs", "compilations", "estimate_s")
-    data = {"tunings": tunings, "to_measure": plan.new}
-    data |= {name: getattr(plan, name) for name in names}
-    return data | {"left_out": [{"call": left.words, "reason": left.reason} for left in left_out]}

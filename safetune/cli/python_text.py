@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: What `Config` takes beside its kwargs, with the value that it is created with by default.
-_OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None, "ir_override": None}
+from safetune.cli.output import config_parts
 
 
 def python_config(record: Mapping[str, Any]) -> str:
     """Return the source of a stored config; its hook is only mentioned."""
-    own = {*_OPTIONS, "pre_hook"}
-    kwargs = ", ".join(f'"{n}": {_value(record[n])}' for n in sorted(record) if n not in own)
-    options = [
-        f"{name}={record[name]!r}"
-        for name, default in _OPTIONS.items()
-        if (name in ("num_warps", "num_stages") and name in record)
-        or record.get(name, default) != default
-    ]
-    text = f"triton.Config({', '.join([f'{{{kwargs}}}', *options])}),"
-    return f"{text}  # and its pre_hook" if record.get("pre_hook") is not None else text
+    kwargs, options = config_parts(record)
+    hook = "  # and its pre_hook" * (options.pop("pre_hook", None) is not None)
+    given = ", ".join(f'"{name}": {_value(value)}' for name, value in kwargs.items())
+    parts = [f"{{{given}}}", *(f"{name}={value!r}" for name, value in options.items())]
+    return f"triton.Config({', '.join(parts)}),{hook}"
 
 
 def _value(value: Any) -> str:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from safetune.cli import workers
 from safetune.cli.output import (
     config_words,
     counted,
     date,
     echo,
+    left_out_data,
     outcome_data,
     print_json,
     source_words,
     stdout_console,
 )
 from safetune.cli.trials import Row, Summary, failures, print_summary, print_trials
+from safetune.cli.workers import Event
 from safetune.errors import NoWorkingConfig
 from safetune.outcome import Mark, Outcome
 
@@ -26,32 +29,32 @@ if TYPE_CHECKING:
     from triton import Config
 
     from safetune.offline.plan import Plan, Planned
-    from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Turn
     from safetune.offline.tasks import Task
     from safetune.tuning.requests import TuningResult
 
 OF_TITLE = ("kernel", "shape", "dtype")
 
+_name = itemgetter("key", "shape", "dtype")
+
 
 class Report:
-    """The finished tunings, printed at the end."""
+    """The finished tunings, printed at the end: for each its facts, and a row for each config.
+
+    With `everything`, every config is printed. A worker has a function that tells its parent.
+    """
 
     def __init__(
         self,
         allow_disputed: bool,
         everything: bool = False,
-        tell: Callable[[workers.Event], None] | None = None,
+        tell: Callable[[Event], None] | None = None,
     ) -> None:
-        """Collect; with `everything`, print every config; a worker has a function that tells its
-        parent.
-        """
         self._allow_disputed = allow_disputed
         self._everything = everything
         self.tell = tell
-        self.tuned: list[workers.Tuned] = []
-        self.left_out: list[LeftOut] = []
-        self._told: list[workers.LeftOut] = []
+        self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
+        self.left_out: list[Any] = []  # recorded calls, each in `words`, with the `reason`
         self.left = 0  # to other shards
         self._planned = 0
 
@@ -61,20 +64,34 @@ class Report:
         if self.tell is not None:
             left_out = [{"words": left.words, "reason": left.reason} for left in self.left_out]
             self.tell({"planned": self._planned, "new": plan.new, "left_out": left_out})
+        elif plan.tunings:  # it may take hours until the end says it
+            _tell_left_out(self.left_out)
 
-    def take(self, name: str, event: workers.Event) -> None:
-        """Note what a worker tells."""
+    def take(self, name: str, event: Event) -> None:
+        """Note what a worker tells.
+
+        A tuning that one worker began and another one finished is one, with the configs of both.
+        """
         if "planned" in event:
             self._planned = event["planned"]
-            self._told = [workers.LeftOut(**each) for each in event["left_out"]]
+            told = [SimpleNamespace(**each) for each in event["left_out"]]
+            _tell_left_out(left for left in told if left not in self.left_out)
+            self.left_out = told
         if "facts" not in event:
             return
-        known = len(self.tuned)
-        self.tuned = workers.merged(self.tuned, workers.tuned_in(event))
-        facts = self.tuned[-1][0]
-        if len(self.tuned) > known or event["facts"]["measured"]:
+        import msgspec
+
+        told = event["facts"]
+        rows = [Row(c, msgspec.convert(o, Outcome), chosen) for c, o, chosen in event["trials"]]
+        same = [each for each in self.tuned if _name(each[0]) == _name(told)]
+        best, rows = max([*same, (told, rows)], key=lambda each: each[0]["measured"])
+        measured = told["measured"] + sum(each["measured"] for each, _ in same)
+        facts = {**best, "measured": measured}
+        self.tuned = [each for each in self.tuned if _name(each[0]) != _name(told)]
+        self.tuned.append((facts, rows))
+        if told["measured"] or not same:
             words = "  ".join(facts[each] for each in (*OF_TITLE, "choice") if facts[each])
-            news = _news(facts) or f"{facts['measured']} measured"
+            news = _news(facts) or f"{measured} measured"
             echo(f"{len(self.tuned)}/{self._planned} {name}: {words}  ({news})", err=True)
 
     def add(self, turn: Turn[Planned], result: TuningResult) -> None:
@@ -83,10 +100,15 @@ class Report:
         from safetune.offline.tasks import open_tuning_store
 
         stored, config = result.stored, config_record(result.choice)
-        facts: dict[str, Any] = {"choice": config_words(config), "disputed": stored.dispute}
-        facts |= {"created": stored.created, "phases": dict(result.phases)}
-        facts |= {"config": config, "median_ms": stored.median_ms}
-        facts["origin"] = open_tuning_store().origin(stored)
+        facts = {
+            "choice": config_words(config),
+            "disputed": stored.dispute,
+            "created": stored.created,
+            "phases": dict(result.phases),
+            "config": config,
+            "median_ms": stored.median_ms,
+            "origin": open_tuning_store().origin(stored),
+        }
         self._add(turn, facts, result.outcomes, result.measured, result.choice)
 
     def add_failed(self, turn: Turn[Planned], task: Task, error: NoWorkingConfig) -> None:
@@ -111,30 +133,34 @@ class Report:
         """
         if not (measured or turn.is_own or self.tell):
             return
-        sketch = turn.item.sketch
+        from safetune.config import config_record
+
+        sketch, rows = turn.item.sketch, []
         names = {name: getattr(sketch, name) for name in OF_TITLE}
         names |= {"device": sketch.request.key.device.name, "key": turn.item.key}
+        for number, (config, outcome) in enumerate(outcomes):  # in the order of the declared ones
+            marked = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (number == 0))
+            rows.append(Row(config_record(config), marked, config is choice))
         of_turn = {**names, "measured": measured, **facts}
-        self.tuned.append((of_turn, list(_rows(outcomes, choice))))
+        self.tuned.append((of_turn, rows))
         if self.tell is not None:
-            self.tell(workers.event_of(self.tuned[-1]))
+            trials = [[row.config, outcome_data(row.outcome), row.chosen] for row in rows]
+            self.tell({"facts": of_turn, "trials": trials})
 
     def print(self, as_json: bool) -> int:
         """Print everything; return the exit code."""
         tunings = [tuning for tuning, _ in self.tuned]
         failed = sum(tuning["choice"] is None for tuning in tunings)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
-        left_out: list[LeftOut | workers.LeftOut] = [*self.left_out, *self._told]
-        nothing = left_out and not tunings
+        nothing = self.left_out and not tunings
         if self.tell is None and as_json:
-            print_json(self._data(left_out))
+            print_json(self._data())
         elif self.tell is None:
             self._print(stdout_console(), failed, disputed)
-            for left in left_out:
-                echo(f"not tuned: {left.words}: {left.reason}")
+            _tell_left_out(self.left_out, err=False)
         return 1 if failed or nothing or (disputed and not self._allow_disputed) else 0
 
-    def _data(self, left_out: Iterable[LeftOut | workers.LeftOut]) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         trials = [
             {
                 **{name: tuning[name] for name in OF_TITLE},
@@ -149,7 +175,7 @@ class Report:
             "measured": self._measured,
             "tunings": [tuning for tuning, _ in self.tuned],
             "trials": trials,
-            "left_out": [{"call": left.words, "reason": left.reason} for left in left_out],
+            "left_out": left_out_data(self.left_out),
         }
 
     @property
@@ -171,7 +197,7 @@ class Report:
             causes = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
             hint = "" if self._everything else "; --all says why"
             console.print(f"configs that failed: {causes}{hint}")
-        known = sum(_is_already_tuned(tuning) for tuning, _ in self.tuned)
+        known = sum(bool(_news(tuning)) for tuning, _ in self.tuned)
         stored = sum(not (each["choice"] or each["measured"]) for each, _ in self.tuned)
         console.print(
             f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
@@ -183,12 +209,18 @@ class Report:
         )
 
 
+def _tell_left_out(left_out: Iterable[Any], err: bool = True) -> None:
+    for left in left_out:
+        echo(f"not tuned: {left.words}: {left.reason}", err=err)
+
+
 def _print_all(console: Console, tuning: Mapping[str, Any], rows: list[Row]) -> None:
-    note = _note(tuning, rows) or f"{tuning['measured']} measured"
-    names = "  ".join(tuning[name] for name in OF_TITLE)
-    console.print(f"{names}  ({note})", style="bold", soft_wrap=True)
+    summary = _summary(tuning, rows)
+    title = "  ".join(summary.call.values())
+    note = summary.note or f"{tuning['measured']} measured"
+    console.print(f"{title}  ({note})", style="bold", soft_wrap=True)
     if tuning["choice"] and not any(row.chosen for row in rows):
-        print_summary(console, "", [_summary(tuning, rows)])
+        print_summary(console, "", [summary])
     print_trials(console, rows)
 
 
@@ -196,34 +228,15 @@ def _summary(
     tuning: Mapping[str, Any], rows: list[Row], names: Iterable[str] = OF_TITLE
 ) -> Summary:
     call = {name: str(tuning[name]) for name in names}
-    note = _note(tuning, rows)
     if tuning["choice"] is None:
-        return Summary(call, rows, None, note=note)
-    return Summary(call, rows, tuning["config"], tuning["median_ms"], note)
-
-
-def _note(tuning: Mapping[str, Any], rows: list[Row]) -> str:
-    if tuning["choice"] is None:
-        return "no config works"
+        return Summary(call, rows, None, note="no config works")
     made_here = any(row.chosen for row in rows)
     source = "" if made_here else source_words(tuning["origin"])
-    disputed = "disputed" if tuning["disputed"] else ""
-    return ", ".join(filter(None, (_news(tuning), source, disputed)))
-
-
-def _is_already_tuned(tuning: Mapping[str, Any]) -> bool:
-    return tuning["choice"] is not None and not tuning["measured"]
+    note = ", ".join(filter(None, (_news(tuning), source, "disputed" * bool(tuning["disputed"]))))
+    return Summary(call, rows, tuning["config"], tuning["median_ms"], note)
 
 
 def _news(tuning: Mapping[str, Any]) -> str:
     """When it was tuned, if before this command."""
-    return f"already tuned {date(tuning['created'])}" if _is_already_tuned(tuning) else ""
-
-
-def _rows(outcomes: Iterable[tuple[Config, Outcome]], choice: Config | None) -> Iterator[Row]:
-    """Yield what is printed of outcomes, which are in the order of the declared configs."""
-    from safetune.config import config_record
-
-    for number, (config, outcome) in enumerate(outcomes):
-        marked = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (number == 0))
-        yield Row(config_record(config), marked, config is choice)
+    is_old = tuning["choice"] is not None and not tuning["measured"]
+    return f"already tuned {date(tuning['created'])}" if is_old else ""

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import click
 
-from safetune.cli.output import examples
+from safetune.cli.command import command
 from safetune.settings import Settings
 
 
-@click.command(
+@command(
     "run",
-    epilog=examples("safetune run train.py --epochs 3", "safetune run -m my_package.train"),
+    "safetune run train.py --epochs 3",
+    "safetune run -m my_package.train",
+    json=False,
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")

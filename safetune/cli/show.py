@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
+from safetune.cli.command import Filter, command, filtered
 from safetune.cli.layout import print_fact
 from safetune.cli.listing import (
-    PACK,
     Entry,
-    Filter,
     by_kernel,
     choice_data,
     entries_of,
-    filter_options,
-    group_of,
+    grouped,
     print_kernel,
 )
 from safetune.cli.output import (
@@ -28,7 +26,6 @@ from safetune.cli.output import (
     config_words,
     counted,
     echo,
-    examples,
     moment,
     outcome_data,
     print_json,
@@ -37,18 +34,17 @@ from safetune.cli.output import (
     stdout_console,
 )
 from safetune.cli.python_text import python_config
-from safetune.cli.stored import json_option, kernel_argument, not_stored, open_store
+from safetune.cli.stored import kernel_argument, matching, open_store
 from safetune.cli.trials import (
-    Gain,
     Row,
     Summary,
     by_time,
     failures,
+    gains,
     print_summary,
     print_trials,
     time_words,
 )
-from safetune.errors import TargetError
 from safetune.frozen import dataclass
 from safetune.settings import Settings
 from safetune.store.records import KeyRecord, TrialRecord
@@ -57,21 +53,17 @@ if TYPE_CHECKING:
     from safetune.store.local.store import Store
 
 
-@click.command(
-    "show", epilog=examples("safetune show add_kernel", "safetune show add_kernel --all")
-)
+@command("show", "safetune show add_kernel", "safetune show add_kernel --all")
 @kernel_argument
-@filter_options
+@filtered("device", "file")
 @click.option(
     "--key", "parts", multiple=True, metavar="NAME=VALUE", help="Only keys with this value."
 )
 @click.option("--all", "everything", is_flag=True, help="Print every config of every key.")
 @click.option("--python", "as_python", is_flag=True, help="Print the choices as triton.Config.")
-@json_option
 def show(
     kernel: str,
-    device: str,
-    file: str,
+    only: Filter,
     parts: tuple[str, ...],
     everything: bool,
     as_python: bool,
@@ -83,17 +75,15 @@ def show(
     and its time. For a config that was tried more than once, it shows the last trial.
     """
     store = open_store()
-    stored = _keys(store, kernel)
-    keys = [
-        each
-        for each in stored
-        if Filter(device, file).matches(each.key)
-        if {*parts} <= {f"{n}={v}" for n, v in readable_call(each.key.call).items()}
-    ]
-    if not stored:
-        raise not_stored(kernel, store)
-    if not keys:
-        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
+    keys = matching(
+        kernel,
+        store,
+        _keys(store, kernel),
+        lambda each: (
+            only.matches(each.key)
+            and {*parts} <= {f"{n}={v}" for n, v in readable_call(each.key.call).items()}
+        ),
+    )
     if as_json:
         print_json([row for key in keys for row in key.data()])
         return
@@ -105,7 +95,7 @@ def show(
         for key in keys:
             key.print(console)
     else:
-        for group in _by_kernel(keys):
+        for group in grouped(keys):
             print_kernel(console, group[0].key)
             print_summary(console, "", [key.summary() for key in group])
         console.print(f"{counted(len(keys), 'key')}; --all prints every config, --key chooses")
@@ -184,17 +174,13 @@ class _Key:
         time = time_words(choice.median_ms) or "its time is not known"
         found = {"choice": f"{config_words(choice.config)}, {time}"}
         made = any(row.chosen for row in self.rows)
-        source = source_words(entry.origin)
-        if entry.origin.startswith(PACK):
-            source = f"in the {entry.origin}"
-        elif not entry.origin and not made:
-            source = "no trial stored"
+        source = source_words(entry.origin) if entry.origin or made else "no trial stored"
         found["made"] = f"{moment(choice.created)}, {source}, generation {choice.generation}"
-        gain = Gain.of(self.rows, choice.median_ms)
-        over = {"the first declared config": gain.over_first, "the median": gain.over_median}
-        gains = [f"{r[:-1]} times as fast as {what}" for what, r in over.items() if r[-1:] == "x"]
-        if gains:
-            found["gain"] = ", ".join(gains)
+        over = ("the first declared config", "the median")
+        gained = zip(over, gains(self.rows, choice.median_ms), strict=True)
+        gain = [f"{r[:-1]} times as fast as {what}" for what, r in gained if r[-1:] == "x"]
+        if gain:
+            found["gain"] = ", ".join(gain)
         others = [row for row in by_time(self.rows) if not row.chosen and row.ms is not None]
         if others and others[0].ms and choice.median_ms > 0:
             ratio = others[0].ms / choice.median_ms
@@ -224,10 +210,7 @@ def _classes_of_names(file: str, kernel: str) -> str:
             written = tuner.key()
             if tuner.name == kernel and written is not None:
                 report = report_of(tuner.facts(), written, Settings.current().phantom)
-                dropped = dict.fromkeys(report.dropped, ", so it is dropped")
-                return "; ".join(
-                    f"{n.name}: {n.reason}{dropped.get(n.name, '')}" for n in report.names
-                )
+                return "; ".join(f"{name.name}: {name.reason}" for name in report.names)
     return ""
 
 
@@ -239,14 +222,6 @@ def _keys(store: Store, kernel: str) -> list[_Key]:
     ]
     found += [_Key(entry.key, (), entry) for entry in entries.values()]
     return sorted(found, key=lambda each: by_kernel(each.key))
-
-
-def _by_kernel(keys: Iterable[_Key]) -> list[list[_Key]]:
-    """Return the keys of each kernel on one device and toolchain, in their order."""
-    groups: dict[tuple[str, ...], list[_Key]] = {}
-    for each in keys:
-        groups.setdefault(group_of(each.key), []).append(each)
-    return list(groups.values())
 
 
 def _latest(trials: Sequence[TrialRecord]) -> list[TrialRecord]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from safetune.cli.output import Number, counted, echo, examples, moment, print_json
+from safetune.cli.command import DAY_S, command, older_than_option
+from safetune.cli.output import counted, echo, moment, print_json
 from safetune.errors import SafetuneError, StoreError, TargetError
 from safetune.settings import Settings, display_url, parse_size
 
@@ -25,11 +27,7 @@ if TYPE_CHECKING:
 #: How many kernels an error names.
 _MOST_NAMES = 20
 
-DAY_S = 86_400.0
-
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
-)
+_Each = TypeVar("_Each")
 
 
 def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -43,8 +41,7 @@ def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> lis
 kernel_argument = click.argument("kernel", shell_complete=_kernel_names)
 
 
-@click.command("path", epilog=examples("safetune path"))
-@json_option
+@command("path", "safetune path")
 def path(as_json: bool) -> None:
     """Print the path of the database, whether or not it exists."""
     where, settings = located(), Settings.current()
@@ -59,12 +56,9 @@ def path(as_json: bool) -> None:
         echo(where.database)
 
 
-@click.command("gc", epilog=examples("safetune gc --older-than 180 --dry-run"))
-@click.option(
-    "--older-than",
-    type=Number(min=0),
-    metavar="DAYS",
-    help="Delete keys with no trial and no choice in the last DAYS, and damaged databases.",
+@command("gc", "safetune gc --older-than 180 --dry-run")
+@older_than_option(
+    "Delete keys with no trial and no choice in the last DAYS, and damaged databases."
 )
 @click.option(
     "--dead-toolchains",
@@ -77,7 +71,6 @@ def path(as_json: bool) -> None:
     help="Delete the oldest keys until the database has about this size.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
-@json_option
 def gc(
     older_than: float | None,
     dead_toolchains: bool,
@@ -112,8 +105,7 @@ def gc(
     echo(f"{verb} {', '.join(parts)}{size}")
 
 
-@click.command("stats", epilog=examples("safetune stats"))
-@json_option
+@command("stats", "safetune stats")
 def stats(as_json: bool) -> None:
     """Show the size, the contents and the age of the store."""
     from safetune.store.local import gc
@@ -194,10 +186,16 @@ def open_store(writes: bool = False) -> Store:
     return store
 
 
-def not_stored(kernel: str, store: Store) -> TargetError:
-    """Return the error of a kernel that is not stored: it names those that are."""
-    stored = store.kernels()
-    more = f" and {len(stored) - _MOST_NAMES} more" if len(stored) > _MOST_NAMES else ""
-    names = ", ".join(stored[:_MOST_NAMES]) + more
-    known = f"stored kernels: {names}" if stored else "the store is empty"
-    return TargetError(f"no kernel named {kernel!r} is stored; {known}")
+def matching(
+    kernel: str, store: Store, stored: Sequence[_Each], wanted: Callable[[_Each], bool]
+) -> list[_Each]:
+    """Return the wanted ones of what is stored of a kernel; raises `TargetError` without any."""
+    if found := [each for each in stored if wanted(each)]:
+        return found
+    if stored:
+        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
+    names = store.kernels()
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    listed = ", ".join(names[:_MOST_NAMES]) + more
+    known = f"stored kernels: {listed}" if names else "the store is empty"
+    raise TargetError(f"no kernel named {kernel!r} is stored; {known}")

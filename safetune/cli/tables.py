@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from safetune.cli.output import counted, echo, print_json, prints_to_stderr
+from safetune.cli.command import Filter, Option
+from safetune.cli.output import echo, prints_to_stderr
 from safetune.cli.stored import open_store
 from safetune.errors import TargetError
 from safetune.store.records import StoredChoice
@@ -31,7 +32,7 @@ class _Names(click.ParamType):  # type: ignore[type-arg]
         return table, key
 
 
-def format_option(*more: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def format_option(*more: str) -> Option:
     """Return the option that names a format, packs by default."""
     return click.option(
         "--format",
@@ -53,36 +54,27 @@ names_option = click.option(
 )
 
 
-def export_tables(
-    entries: Sequence[StoredChoice], path: Path, kind: str, names: dict[str, str], as_json: bool
-) -> None:
-    """Write selected choices as the tables of others."""
-    from safetune.store.packs import exchange, tables
+def of_choices(
+    entries: Sequence[StoredChoice], path: Path, kind: str, names: dict[str, str]
+) -> dict[Path, tuple[str, int]]:
+    """Return the tables of others with some choices, by their paths, and the sizes of each."""
+    from safetune.store.packs import tables
 
     found = tables.tables_of(entries, tables.Kind(kind), names)
-    counts = {name: len(table.rows) for name, table in found.items()}
-    for name, table in found.items():
-        exchange.write(path / name, table.text())
-    _report({str(path / name): count for name, count in counts.items()}, "choices", as_json)
+    return {path / name: (table.text(), len(table.rows)) for name, table in found.items()}
 
 
-def export_trials(path: Path, kernel: tuple[str, ...], device: str | None, as_json: bool) -> None:
-    """Write all stored trials as T4 files, one for each key."""
-    from safetune.store.packs import exchange, t4
+def trials(path: Path, only: Filter) -> dict[Path, tuple[str, int]]:
+    """Return stored trials as T4 files, one for each key."""
+    from safetune.store.packs import t4
 
-    stored = [
-        (key, trials)
-        for key, trials in open_store().trials_of()
-        if not kernel or key.kernel_name in kernel
-        if device is None or device.lower() in str(key.device["name"]).lower()
-    ]
-    found = t4.t4_files(stored)
+    found = t4.t4_files([each for each in open_store().trials_of() if only.matches(each[0])])
     if not found:
         raise TargetError("no such trial is stored; run `safetune tune` first")
-    for name, data in found.items():
-        exchange.write(path / name, json.dumps(data, indent=2) + "\n")
-    counts = {str(path / name): len(data["results"]) for name, data in found.items()}
-    _report(counts, "trials", as_json)
+    return {
+        path / name: (json.dumps(data, indent=2) + "\n", len(data["results"]))
+        for name, data in found.items()
+    }
 
 
 def read(
@@ -122,11 +114,3 @@ def read(
 
 def _files(source: Path) -> list[Path]:
     return sorted(source.rglob("*device_name=*.json")) if source.is_dir() else [source]
-
-
-def _report(counts: dict[str, int], noun: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"written": [{"path": file, noun: count} for file, count in counts.items()]})
-        return
-    for file, count in counts.items():
-        echo(f"{file}: {counted(count, noun.removesuffix('s'))}")

@@ -7,10 +7,10 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,38 +19,63 @@ from safetune.errors import NoDevice, TargetError
 
 if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel
+    from safetune.store.local.store import Store
+    from safetune.store.records import RecordedCall
 
 #: The GPUs that a process sees.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-shape_option = click.option(
-    "--shape", multiple=True, metavar="NAME", help="Only workloads with this name."
-)
-dtype_option = click.option(
-    "--dtype", multiple=True, metavar="DTYPE", help="Call the workloads with this torch dtype."
-)
+
+def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add TARGETs, and the options that choose among their workloads."""
+    for add in (
+        click.option(
+            "--dtype", multiple=True, metavar="DTYPE", help="Call workloads with this torch dtype."
+        ),
+        click.option(
+            "--shape", multiple=True, metavar="NAME", help="Only workloads with this name."
+        ),
+        click.argument("target", nargs=-1),
+    ):
+        function = add(function)
+    return function
 
 
-def kernels_of(
-    targets: Iterable[str], with_workload: bool = True, left_out: list[str] | None = None
-) -> list[OfflineKernel]:
+def check_wanted(
+    target: Sequence[str], shape: Sequence[str], dtype: Sequence[str], recorded: bool
+) -> None:
+    """Raise a usage error where the command line names neither workloads nor recorded calls."""
+    if not (target or recorded):
+        raise click.UsageError("Missing argument 'TARGET...'.")
+    if recorded and (shape or dtype):
+        raise click.UsageError(
+            "--shape and --dtype choose workloads; with --recorded there are no workloads."
+        )
+
+
+def recorded(store: Store, kernels: Sequence[OfflineKernel]) -> list[RecordedCall]:
+    """Return the recorded calls, of some kernels if any; raises `TargetError` without one."""
+    names = {kernel.name for kernel in kernels}
+    if found := [call for call in store.calls() if not names or call.name in names]:
+        return found
+    raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
+
+
+def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[OfflineKernel]:
     """Return the kernels that TARGETs name, without duplicates.
 
-    Args:
-        with_workload: return only kernels that declare a workload.
-        left_out: gets the names of the kernels without a workload.
-
     Raises:
-        TargetError: a TARGET does not import, lacks the kernel, or has no kernel with a workload.
+        TargetError: a TARGET does not import, lacks the kernel, or, where one is asked for, has no
+            kernel with a workload.
     """
     load = functools.cache(_load)
     found: dict[int, OfflineKernel] = {}
     for target in targets:
         source, _, wanted = target.partition(":")
         named = _named(source, wanted.removeprefix(":"), load(source))  # as pytest writes it
-        if left_out is not None:
-            left_out += [kernel.name for kernel in named if not kernel.tuner.workloads]
-        for kernel in _with_workload(source, named) if with_workload else named:
+        if with_workload:
+            _check_workload(source, named)
+        for kernel in named:
             found.setdefault(id(kernel.tuner), kernel)
     return list(found.values())
 
@@ -67,7 +92,12 @@ def use_interpreter_without_gpu() -> bool:
     return True
 
 
-def devices_of(text: str, interpreted: bool) -> dict[str, dict[str, str]]:
+def is_interpreted() -> bool:
+    """Whether kernels of TARGETs run in the interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def devices_of(text: str) -> dict[str, dict[str, str]]:
     """Return the devices in `all` or `0,3` by a name, each as variables that leave only that one.
 
     In the interpreter each number is a process. Raises `TargetError`.
@@ -75,7 +105,7 @@ def devices_of(text: str, interpreted: bool) -> dict[str, dict[str, str]]:
     numbers = text.split(",")
     if text != "all" and not all(number.isdecimal() for number in numbers):
         raise TargetError(f"--devices {text!r} is not a list of GPUs; give all, or e.g. 0,3")
-    if interpreted:
+    if is_interpreted():
         return {f"process {number}": {} for number in (numbers if text != "all" else "0")}
     names = _visible_gpus()
     if not names:
@@ -142,7 +172,8 @@ def _named(source: str, wanted: str, modules: Sequence[ModuleType]) -> list[Offl
     kernels = list({id(kernel.tuner): kernel for kernel in found}.values())
     if not kernels:
         raise TargetError(
-            f"{source} has no kernel decorated with @safetune; name a module that has one"
+            f"{source} has no kernel decorated with @safetune; name a module that has one, or set "
+            "SAFETUNE_INSTALL=1 for those under triton.autotune"
         )
     if not wanted:
         return kernels
@@ -158,16 +189,15 @@ def _named(source: str, wanted: str, modules: Sequence[ModuleType]) -> list[Offl
     return by_attribute or by_function
 
 
-def _with_workload(source: str, kernels: list[OfflineKernel]) -> list[OfflineKernel]:
-    working = [kernel for kernel in kernels if kernel.tuner.workloads]
-    if not working:
+def _check_workload(source: str, kernels: list[OfflineKernel]) -> None:
+    if not any(kernel.tuner.workloads for kernel in kernels):
         first = kernels[0]
         tuner = first.name if first.outer is first.tuner else f"{first.name}.fn"
         raise TargetError(
             f"no workload is declared for {', '.join(k.name for k in kernels)} in {source}: "
-            f"decorate a function that yields safetune.Workload(...) with @{tuner}.workload"
+            f"decorate a function that yields safetune.Workload(...) with @{tuner}.workload, or "
+            "give --recorded for the calls of a program"
         )
-    return working
 
 
 def _load(source: str) -> list[ModuleType]:

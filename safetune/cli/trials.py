@@ -34,26 +34,21 @@ def by_time(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.ms is None, row.ms or 0.0))
 
 
-@dataclass(frozen=True)
-class Gain:
-    """What a choice gains: `over_first` is over the first config that was declared."""
+def gains(rows: Sequence[Row], choice_ms: float) -> tuple[str, str]:
+    """Return what a choice gains over the first declared config, and over the median config.
 
-    over_first: str
-    over_median: str
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], choice_ms: float) -> Gain:
-        """Return the gain over other configs; empty where a time is not known."""
-        first = next((row for row in rows if row.outcome.marked(Mark.FIRST)), None)
-        times = [row.ms for row in rows if row.ms is not None]
-        over_first = ""
-        if first is not None:
-            over_first = "failed" if first.ms is None else _ratio(first.ms, choice_ms)
-        return cls(over_first, _ratio(statistics.median(times), choice_ms) if times else "")
+    Empty where a time is not known.
+    """
+    first = next((row for row in rows if row.outcome.marked(Mark.FIRST)), None)
+    times = [row.ms for row in rows if row.ms is not None]
+    over_median = _over(statistics.median(times) if times else None, choice_ms)
+    if first is None or first.ms is not None:
+        return _over(first and first.ms, choice_ms), over_median
+    return "failed", over_median
 
 
-def _ratio(ms: float, choice_ms: float) -> str:
-    return f"{ms / choice_ms:.2f}x" if choice_ms > 0 else ""
+def _over(ms: float | None, choice_ms: float) -> str:
+    return f"{ms / choice_ms:.2f}x" if ms and choice_ms > 0 else ""
 
 
 def time_words(ms: float) -> str:
@@ -81,25 +76,36 @@ def print_summary(console: Console, title: str, summaries: Sequence[Summary]) ->
     """Print a row for each key: the choice, its time and what it gains, and how many failed."""
     if title:
         console.print(title, style="bold", soft_wrap=True)
-    shared, keys = shared_and_columns([summary.call for summary in summaries])
-    if shared:
-        print_fact(console, "all: ", words(shared))
-    configs = [readable_config(s.config) if s.config is not None else {} for s in summaries]
-    parameters = shared_and_columns(configs)
-    if parameters[0]:
-        print_fact(console, "all choices: ", words(parameters[0]))
-    gains = [Gain.of(s.rows, s.ms) if s.config is not None else Gain("", "") for s in summaries]
+    gained = [gains(s.rows, s.ms) if s.config is not None else ("", "") for s in summaries]
     failed = [f"{sum(failures(s.rows).values())} of {len(s.rows)}" for s in summaries]
     columns = [
-        *keys,
-        *parameters[1],
         Column("time", tuple(time_words(s.ms) for s in summaries)),
-        Column("over first", tuple(gain.over_first for gain in gains), spare=2),
-        Column("over median", tuple(gain.over_median for gain in gains), spare=1),
+        Column("over first", tuple(over_first for over_first, _ in gained), spare=2),
+        Column("over median", tuple(over_median for _, over_median in gained), spare=1),
         Column("failed", tuple("" if text[0] == "0" else text for text in failed)),
         Column("", tuple(summary.note for summary in summaries)),
     ]
-    print_table(console, columns, ["red" if s.config is None else None for s in summaries])
+    calls, configs = [s.call for s in summaries], [s.config for s in summaries]
+    styles = ["red" if config is None else None for config in configs]
+    print_choices(console, calls, configs, columns, styles)
+
+
+def print_choices(
+    console: Console,
+    calls: Sequence[Mapping[str, str]],
+    configs: Sequence[Mapping[str, Any] | None],
+    columns: Sequence[Column],
+    styles: Sequence[str | None] = (),
+) -> None:
+    """Print a row for each call and its config, with more columns; above them what all share."""
+    shown: list[Column] = []
+    readable = [readable_config(config or {}) for config in configs]
+    for what, records in (("all", calls), ("all choices", readable)):
+        shared, own = shared_and_columns(records)
+        shown += own
+        if shared:
+            print_fact(console, f"{what}: ", words(shared))
+    print_table(console, [*shown, *columns], styles)
     console.print()
 
 
@@ -112,7 +118,7 @@ def print_trials(console: Console, rows: Sequence[Row]) -> None:
     best = next((row.ms for row in rows if row.ms), 0.0)
     timings = [row.outcome.timing if row.ms is not None else None for row in rows]
     spreads = [f"{duration(t.p20_ms)} - {duration(t.p80_ms)}" if t else "" for t in timings]
-    labels = [row.outcome.label + " (disputed)" * _is_disputed(row) for row in rows]
+    labels = [row.outcome.label + " (disputed)" * row.outcome.marked(Mark.DISPUTED) for row in rows]
     columns = [
         Column("", tuple("*" if row.chosen else " " for row in rows)),
         *parameters,
@@ -131,7 +137,3 @@ def print_trials(console: Console, rows: Sequence[Row]) -> None:
             print_fact(console, "  ", f"{name}: {one_reason(row.outcome.message)}")
         elif row.chosen and (dispute := Mark.DISPUTED.reason_in(row.outcome.marks)):
             print_fact(console, "  ", f"{name}: its result is disputed: {dispute}")
-
-
-def _is_disputed(row: Row) -> bool:
-    return row.outcome.marked(Mark.DISPUTED)

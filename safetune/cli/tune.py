@@ -7,43 +7,38 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from safetune.cli import targets, workers
-from safetune.cli.display import Display, FleetDisplay, Teller
-from safetune.cli.output import Number, echo, examples, prints_to_stderr
+from safetune.cli.command import ARGUMENTS, Number, command
+from safetune.cli.display import LOOK_S, Display, FleetDisplay, Teller, repeated
+from safetune.cli.output import echo, prints_to_stderr
 from safetune.cli.plan import print_plan
 from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
 from safetune.errors import Busy, NotExclusive, NoWorkingConfig, StoreError, TargetError
-from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
-    from safetune.miss.reporting import Tally
-    from safetune.offline.plan import Plan, Planned, Sketch, Sweep
+    from safetune.offline.plan import Plan, Planned, Sketch
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Part, Turn, Turns
-    from safetune.offline.tasks import OfflineKernel, Task
+    from safetune.offline.tasks import OfflineKernel
     from safetune.tuning.requests import SearchBudget
-    from safetune.tuning.single_flight import WaitBudget
 
 
-@click.command(
+@command(
     "tune",
-    epilog=examples(
-        "safetune tune my_kernels.py",
-        "safetune tune my_kernels.py:add_kernel --dtype float16",
-        "safetune tune my_kernels.py --budget 200",
-        "safetune tune --recorded --devices all",
-        "srun safetune tune my_kernels.py --shard auto",
-    ),
+    "safetune tune my_kernels.py",
+    "safetune tune my_kernels.py:add_kernel --dtype float16",
+    "safetune tune my_kernels.py --budget 200",
+    "safetune tune --recorded --devices all",
+    "srun safetune tune my_kernels.py --shard auto",
 )
-@click.argument("target", nargs=-1)
-@targets.shape_option
-@targets.dtype_option
+@targets.workload_options
 @click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
 @click.option("--devices", metavar="all|0,3", help="Tune on these GPUs of this machine at once.")
 @click.option(
@@ -61,6 +56,7 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     metavar="CONFIGS|TIME",
+    callback=lambda _, __, text: _budget(text),
     help="Measure the most promising configs only: 200 of each key, or for 5m in all.",
 )
 @click.option(
@@ -83,7 +79,6 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be measured, and measure nothing.")
 @click.option("--all", "everything", is_flag=True, help="Print every config, not only the choices.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune_command(**given: Any) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
@@ -95,13 +90,15 @@ def tune_command(**given: Any) -> None:
     nothing shows which are right, or if no recorded call can be tuned; with 2 if outcomes cannot
     be stored.
     """
-    options = _Options(**given)
+    options = SimpleNamespace(**given)
+    if options.worker:  # it has the command line of its parent
+        options.devices = options.ray = None
+    _check(options)
     part = _part(options)
-    _budget(options)  # a mistake is one error, and not one of each worker
     elsewhere = bool(options.devices or options.ray) and not options.dry_run
     # A cluster may have GPUs where this machine has none.
     switched = not (options.ray and elsewhere) and targets.use_interpreter_without_gpu()
-    devices = _devices(options)
+    devices = targets.devices_of(options.devices) if options.devices else {}
     tell = workers.printer() if options.worker else None
     report = Report(options.allow_disputed, options.everything, tell)
     if elsewhere:
@@ -128,49 +125,21 @@ def tune_command(**given: Any) -> None:
         sys.exit(report.print(options.as_json))
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What the command line says."""
-
-    target: tuple[str, ...]
-    shape: tuple[str, ...]
-    dtype: tuple[str, ...]
-    device: str | None
-    devices: str | None
-    shard: str | None
-    ray: str | None
-    worker: str | None
-    force: bool
-    budget: str | None
-    isolation: str | None
-    recorded: bool
-    top: float | None
-    zeros: bool
-    allow_disputed: bool
-    dry_run: bool
-    everything: bool
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        if not (self.target or self.recorded):
-            raise click.UsageError("Missing argument 'TARGET...'.")
-        for name in ("device", "devices", "shard", "ray"):
-            if getattr(self, name) == "":  # of a variable that is not set: not the same as without
-                raise click.UsageError(f"--{name} is empty.")
-        if self.recorded and (self.shape or self.dtype):
-            raise click.UsageError(
-                "--shape and --dtype choose workloads; with --recorded there are no workloads."
-            )
-        for name, given in (("--zeros", self.zeros), ("--top", self.top is not None)):
-            if given and not self.recorded:
-                raise click.UsageError(f"{name} needs --recorded.")
-        if self.device and self.devices:
-            raise click.UsageError("--device names one GPU and --devices several: give one.")
-        if self.ray and (self.device or self.devices or self.shard):
-            raise click.UsageError("With --ray, Ray places the work: give no device and no shard.")
+def _check(options: SimpleNamespace) -> None:
+    targets.check_wanted(options.target, options.shape, options.dtype, options.recorded)
+    for name in ("device", "devices", "shard", "ray"):
+        if getattr(options, name) == "":  # of a variable that is not set: not the same as without
+            raise click.UsageError(f"--{name} is empty.")
+    for name, given in (("--zeros", options.zeros), ("--top", options.top is not None)):
+        if given and not options.recorded:
+            raise click.UsageError(f"{name} needs --recorded.")
+    if options.device and options.devices:
+        raise click.UsageError("--device names one GPU and --devices several: give one.")
+    if options.ray and (options.device or options.devices or options.shard):
+        raise click.UsageError("With --ray, Ray places the work: give no device and no shard.")
 
 
-def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
+def _asked_for(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Sketch]:
     """Return the tunings that the command line asks for.
 
     Makes the arguments of all of them once, one after the other: a mistake shows before anything
@@ -182,11 +151,10 @@ def _asked_for(options: _Options, left_out: list[LeftOut]) -> list[Sketch]:
     return _declared(kernels, options)
 
 
-def _declared(kernels: Sequence[OfflineKernel], options: _Options) -> list[Sketch]:
+def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> list[Sketch]:
     from safetune.offline import plan, tasks
 
-    targets.check_device(kernels, options.device)
-    _limit(kernels, options)
+    _prepare(kernels, options)
     names: list[str] = []
 
     def wanted(name: str) -> bool:
@@ -207,51 +175,51 @@ def _declared(kernels: Sequence[OfflineKernel], options: _Options) -> list[Sketc
 
 
 def _recorded(
-    named: Sequence[OfflineKernel], options: _Options, left_out: list[LeftOut]
+    named: Sequence[OfflineKernel], options: SimpleNamespace, left_out: list[LeftOut]
 ) -> list[Sketch]:
     """Return the tunings of the recorded calls, of the named kernels if any."""
     from safetune.offline import replay, shares, tasks
 
-    names, store = {kernel.name for kernel in named}, tasks.open_tuning_store(options.dry_run)
-    stored = [call for call in store.calls() if not named or call.name in names]
-    if not stored:
-        raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
+    store = tasks.open_tuning_store(options.dry_run)
+    stored = targets.recorded(store, named)
     if options.top is not None:
         stored = shares.top(stored, options.top)
     found = replay.sort_out(stored, named, options.zeros, left_out)
     left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
-    targets.check_device([kernel for _, kernel in found], options.device)
-    _limit([kernel for _, kernel in found], options)
+    _prepare([kernel for _, kernel in found], options)
     return list(replay.sketches(found, options.device, options.force, left_out))
 
 
-def _limit(kernels: Sequence[OfflineKernel], options: _Options) -> None:
-    """Set the budget of the command line in place of the decorators'."""
-    budget = _budget(options)
+def _prepare(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> None:
+    """Check that the kernels can run, and set what the command line has in place of decorators."""
+    targets.check_device(kernels, options.device)
     for kernel in kernels:
-        kernel.tuner.budget = budget or kernel.tuner.budget
+        kernel.tuner.budget = options.budget or kernel.tuner.budget
+        if options.isolation is not None:
+            kernel.tuner.isolate(options.isolation)
 
 
-def _budget(options: _Options) -> SearchBudget | None:
+def _budget(text: str | None) -> SearchBudget | None:
+    if text is None:  # as where a shell asks for the options: nothing is imported
+        return None
     from safetune.tuning.requests import SearchBudget
 
-    return SearchBudget.parse("safetune tune", options.budget)
+    return SearchBudget.parse("safetune tune", text)
 
 
-def _planned(sketches: Sequence[Sketch], options: _Options) -> Plan:
+def _planned(sketches: Sequence[Sketch], options: SimpleNamespace) -> Plan:
     from safetune.offline.plan import plan
     from safetune.offline.tasks import open_tuning_store
 
     return plan(sketches, open_tuning_store(options.dry_run), _most_s(options))
 
 
-def _most_s(options: _Options) -> float:
+def _most_s(options: SimpleNamespace) -> float:
     """Return the time that all tunings of a process may take together."""
-    budget = _budget(options)
-    return math.inf if budget is None else budget.seconds
+    return math.inf if options.budget is None else options.budget.seconds
 
 
-def _part(options: _Options) -> Part | None:
+def _part(options: SimpleNamespace) -> Part | None:
     """Return what this process does of the whole; None where it does all of it.
 
     Restricts the process to its GPU and CPU cores: nothing may have used the driver yet.
@@ -275,25 +243,16 @@ def _tell_switched(switched: bool) -> None:
         echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
 
 
-def _devices(options: _Options) -> dict[str, dict[str, str]]:
-    """Return the devices of `--devices`, also for a plan that measures nothing."""
-    if options.devices is None:
-        return {}
-    return targets.devices_of(options.devices, _is_interpreted())
-
-
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _tune_elsewhere(options: _Options, devices: dict[str, dict[str, str]], report: Report) -> None:
+def _tune_elsewhere(
+    options: SimpleNamespace, devices: dict[str, dict[str, str]], report: Report
+) -> None:
     """Have workers tune, and note what they tell."""
-    own = ("devices", "ray", "as_json", "worker")
-    arguments = workers.arguments_of(click.get_current_context(), without=own)
+    given = click.get_current_context().meta[ARGUMENTS]
+    arguments = [word for word in given if word != "--json"]
     if options.ray:
         from safetune.cli.ray_workers import tune_on_ray
 
-        events = tune_on_ray(options.ray, arguments, _is_interpreted())
+        events = tune_on_ray(options.ray, arguments, targets.is_interpreted())
     else:
         events = workers.tune_on(devices, arguments)
     shown = FleetDisplay(hidden=options.as_json, most_s=_most_s(options))
@@ -303,8 +262,9 @@ def _tune_elsewhere(options: _Options, devices: dict[str, dict[str, str]], repor
             report.take(name, event)
 
 
-def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) -> None:
+def _tune_all(plan: Plan, options: SimpleNamespace, part: Part | None, report: Report) -> None:
     from safetune.offline.plan import Sweep
+    from safetune.offline.tasks import help_with_task, tune_task
     from safetune.tuning.single_flight import WaitBudget
 
     turns = _turns(plan, part, options.force, report)
@@ -314,16 +274,23 @@ def _tune_all(plan: Plan, options: _Options, part: Part | None, report: Report) 
     with contextlib.ExitStack() as shown:
         display = shown.enter_context(Display(plan, hidden=options.as_json or bool(report.tell)))
         if report.tell:
-            shown.enter_context(Teller(display, report.tell))
+            look = Teller(display, report.tell).look
+            shown.enter_context(repeated(look, LOOK_S, LOOK_S))
         for turn in turns:
-            busy = turn.helps
-            display.begin(turn.item.sketch.words)
+            busy, sketch = turn.helps, turn.item.sketch
+            display.begin(sketch.words)
             budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
+            task = None
             try:
                 if turn.helps:
-                    _help(turn, options, display.watch)
+                    help_with_task(sketch.request, sketch.make, display.watch)
                 else:
-                    _tune(turn, sweep, options, display.watch, report, budget, shared)
+                    task = sweep.task(turn.item)
+                    result = tune_task(task, display.watch, options.force, budget, shared)
+                    report.add(turn, result)
+            except NoWorkingConfig as error:
+                if task is not None:  # else the process that tunes the key reports it
+                    report.add_failed(turn, task, error)
             except NotExclusive:
                 report.left += 1
             except Busy:
@@ -351,41 +318,6 @@ def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[
 
     helps, processes = part.shard.workers > 1 and not again, part.shard.count * part.shard.workers
     return shards.Turns(turns, state, again=again, helps=helps, processes=processes)
-
-
-def _tune(
-    turn: Turn[Planned],
-    sweep: Sweep,
-    options: _Options,
-    watch: Callable[[Tally], None],
-    report: Report,
-    budget: WaitBudget | None,
-    shared: bool,
-) -> None:
-    from safetune.offline.tasks import tune_task
-
-    task = sweep.task(turn.item)
-    if options.isolation is not None:
-        task.kernel.tuner.isolate(options.isolation)
-    try:
-        result = tune_task(task, watch, options.force, budget, shared)
-    except NoWorkingConfig as error:
-        report.add_failed(turn, task, error)
-    else:
-        report.add(turn, result)
-
-
-def _help(turn: Turn[Planned], options: _Options, watch: Callable[[Tally], None]) -> None:
-    from safetune.offline.tasks import help_with_task
-
-    def make() -> Task:
-        task = turn.item.sketch.make()
-        if options.isolation is not None:
-            task.kernel.tuner.isolate(options.isolation)
-        return task
-
-    with contextlib.suppress(NoWorkingConfig):  # the process that tunes the key reports it
-        help_with_task(turn.item.sketch.request, make, watch)
 
 
 def _check_written() -> None:

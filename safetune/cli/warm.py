@@ -11,51 +11,41 @@ from typing import TYPE_CHECKING
 import click
 
 from safetune.cli import targets
+from safetune.cli.command import Filter, command, filtered
+from safetune.cli.layout import print_records
 from safetune.cli.moving import all_choices
 from safetune.cli.output import (
     counted,
     echo,
-    empty_table,
-    examples,
+    left_out_data,
     print_json,
     prints_to_stderr,
     stdout_console,
 )
-from safetune.cli.stored import json_option, open_store
+from safetune.cli.stored import open_store
 from safetune.errors import TargetError
 from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
-    from safetune.offline.tasks import OfflineKernel, Task
+    from safetune.offline.tasks import OfflineKernel
     from safetune.offline.warm import Described, Warmed
     from safetune.store.records import KeyRecord, StoredChoice
 
 
-@click.command(
-    "warm",
-    epilog=examples(
-        "safetune warm my_package.kernels --device H100",
-        "safetune warm --recorded",
-    ),
-)
-@click.argument("target", nargs=-1)
-@targets.shape_option
-@targets.dtype_option
-@click.option(
-    "--device", metavar="TEXT", help="Only devices with TEXT in their names; default: all stored."
-)
+@command("warm", "safetune warm my_package.kernels --device H100", "safetune warm --recorded")
+@targets.workload_options
+@filtered("device")
 @click.option(
     "--recorded",
     is_flag=True,
     help="Compile for the calls that SAFETUNE_MODE=record has recorded, not for workloads.",
 )
-@json_option
 def warm_command(
     target: tuple[str, ...],
     shape: tuple[str, ...],
     dtype: tuple[str, ...],
-    device: str | None,
+    only: Filter,
     recorded: bool,
     as_json: bool,
 ) -> None:
@@ -65,20 +55,17 @@ def warm_command(
     stored config, or the fallback where none is stored. No GPU is needed. Exits with 1 if
     something could not be compiled.
     """
-    if not (target or recorded):
-        raise click.UsageError("Missing argument 'TARGET...'.")
-    if recorded and (shape or dtype):
-        raise click.UsageError(
-            "--shape and --dtype choose workloads; with --recorded there are no workloads."
-        )
-    from safetune.offline import warm
+    targets.check_wanted(target, shape, dtype, recorded)
+    from safetune.offline import replay, warm
     from safetune.store.lookup import open_lookup
 
     left_out: list[LeftOut] = []
     with prints_to_stderr():
         kernels = targets.kernels_of(target, with_workload=not recorded)
         if recorded:
-            calls = _recorded(kernels, left_out)
+            stored = targets.recorded(open_store(), kernels)
+            found = replay.sort_out(stored, kernels, zeros=True, left_out=left_out)
+            calls = [replay.shapes_of(call, kernel) for call, kernel in found]
         else:
             calls = [task for kernel in kernels for task in warm.declared(kernel, dtype, shape)]
         targets.check_shapes(shape, [task.workload.name for task in calls])
@@ -87,32 +74,17 @@ def warm_command(
         entries = all_choices()
         lookup = open_lookup(replace(Settings.current(), mode=Mode.FROZEN))
         keys = [*(entry.key for entry in entries), *(key for key, _ in open_store().trials_of())]
-        devices = _devices(keys, launched, device)
-        done = [
-            each
-            for described in devices
-            for each in warm.warm(calls, described, lookup, _timeout_s(launched))
-        ]
+        devices = _devices(keys, launched, only.device)
+        timeout_s = max(kernel.tuner.limits.compile_timeout_s for kernel in launched)
+        done = [w for device in devices for w in warm.warm(calls, device, lookup, timeout_s)]
     not_reached = _not_reached(entries, launched, devices, done)
     failed = any(each.error for each in done)
     if as_json:
-        skipped = [{"call": left.words, "reason": left.reason} for left in left_out]
-        data = {"compiled": [vars(each) for each in done], "left_out": skipped}
+        data = {"compiled": [vars(each) for each in done], "left_out": left_out_data(left_out)}
         print_json({**data, "not_reached": not_reached})
     else:
         _print(done, not_reached, left_out)
     sys.exit(1 if failed or not done else 0)
-
-
-def _recorded(named: Sequence[OfflineKernel], left_out: list[LeftOut]) -> list[Task]:
-    from safetune.offline import replay
-
-    names = {kernel.name for kernel in named}
-    stored = [call for call in open_store().calls() if not named or call.name in names]
-    if not stored:
-        raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
-    found = replay.sort_out(stored, named, zeros=True, left_out=left_out)
-    return [replay.shapes_of(call, kernel) for call, kernel in found]
 
 
 def _check_compiled(kernels: Sequence[OfflineKernel]) -> None:
@@ -124,7 +96,7 @@ def _check_compiled(kernels: Sequence[OfflineKernel]) -> None:
 
 
 def _devices(
-    keys: Sequence[KeyRecord], kernels: Sequence[OfflineKernel], name: str | None
+    keys: Sequence[KeyRecord], kernels: Sequence[OfflineKernel], name: str
 ) -> list[Described]:
     from safetune.offline import warm
 
@@ -140,10 +112,6 @@ def _devices(
             f"{f' for a device {name!r}' if name else ''}: {there}"
         )
     return found
-
-
-def _timeout_s(kernels: Sequence[OfflineKernel]) -> float:
-    return max(kernel.tuner.limits.compile_timeout_s for kernel in kernels)
 
 
 def _not_reached(
@@ -173,13 +141,18 @@ def _print(
 ) -> None:
     console = stdout_console()
     for device in dict.fromkeys(each.device for each in done):
-        table = empty_table(device, "kernel", "call", "config", "from", "binary")
         of_device = [each for each in done if each.device == device]
-        for each in of_device:
-            state = each.error or ("was there" if each.was_there else "compiled")
-            style = "red" if each.error else None
-            table.add_row(each.kernel, each.call, each.config, each.origin, state, style=style)
-        console.print(table)
+        records = [
+            {
+                "kernel": each.kernel,
+                "call": each.call,
+                "config": each.config,
+                "from": each.origin,
+                "binary": each.error or ("was there" if each.was_there else "compiled"),
+            }
+            for each in of_device
+        ]
+        print_records(console, device, records, ["red" if w.error else None for w in of_device])
     made = sum(not each.error and not each.was_there for each in done)
     failed = sum(bool(each.error) for each in done)
     fallbacks = sum(each.origin == "fallback" for each in done)

@@ -18,15 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-import click
-
-from safetune.cli.output import echo, outcome_data, outcome_in
-from safetune.cli.trials import Row
+from safetune.cli.output import echo
 from safetune.errors import SafetuneError
-from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
     from safetune.offline.shards import Part, Shard
@@ -40,18 +35,6 @@ _END_S = 10.0
 
 #: Exit codes of a worker that went through the whole list: all is well, a kernel does not work.
 _FINISHED = (0, 1)
-
-
-#: A finished tuning: facts, and one row for each config.
-Tuned = tuple[dict[str, Any], list[Row]]
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A recorded call that a worker leaves out, and why."""
-
-    words: str
-    reason: str
 
 
 class DroppedOut(SafetuneError):
@@ -93,8 +76,14 @@ def gather(workers: Sequence[Worker], silent_s: float = _SILENT_S) -> Iterator[t
         threading.Thread(target=read, args=(worker,), daemon=True).start()
     finished = 0
     while heard:
-        event: Event | Exception | None
-        worker, event = _next(events, workers, heard, silent_s)
+        now = time.monotonic()
+        silent = [w for w in workers if now - heard.get(w.name, math.inf) > silent_s]
+        try:
+            worker, event = events.get(timeout=0 if silent else silent_s / 10)
+        except queue.Empty:
+            if not silent:
+                continue
+            worker, event = silent[0], DroppedOut(f"it has told nothing for {silent_s:g} s")
         if worker.name not in heard:  # it was stopped
             continue
         heard[worker.name] = time.monotonic()
@@ -113,22 +102,6 @@ def gather(workers: Sequence[Worker], silent_s: float = _SILENT_S) -> Iterator[t
             "no device finished the list, for the reasons above; what was tuned is stored: run the "
             "command again"
         )
-
-
-def _next(
-    events: queue.SimpleQueue[tuple[Worker, Event | Exception | None]],
-    workers: Sequence[Worker],
-    heard: Mapping[str, float],
-    silent_s: float,
-) -> tuple[Worker, Event | Exception | None]:
-    """Return the next event; the end of a worker if it has told nothing for too long."""
-    while True:
-        now = time.monotonic()
-        for worker in workers:
-            if now - heard.get(worker.name, math.inf) > silent_s and events.empty():
-                return worker, DroppedOut(f"it has told nothing for {silent_s:g} s")
-        with contextlib.suppress(queue.Empty):
-            return events.get(timeout=silent_s / 10)
 
 
 class LocalWorker:
@@ -194,6 +167,7 @@ def tune_on(
 
     Args:
         devices: the variables that leave each one, by its name.
+        arguments: the command line of the parent; in a worker --devices and --ray mean nothing.
     """
     workers: list[LocalWorker] = []
     now = time.time()
@@ -205,20 +179,6 @@ def tune_on(
     finally:
         for worker in workers:
             worker.stop()
-
-
-def arguments_of(context: click.Context, without: Sequence[str]) -> list[str]:
-    """Return the command line of a command again, without some options."""
-    words: list[str] = []
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if isinstance(parameter, click.Argument):
-            words += ["--", *map(str, value)] if value else []
-        elif parameter.name not in without and value not in (None, False, ()):
-            values = value if parameter.multiple else [value]
-            name = parameter.opts[0]
-            words = [*(name if value is True else f"{name}={each}" for each in values), *words]
-    return words
 
 
 def use_cores(number: int, count: int) -> None:
@@ -265,31 +225,3 @@ def printer() -> Callable[[Event], None]:
             file.write(json.dumps(event) + "\n")
 
     return tell
-
-
-def event_of(tuned: Tuned) -> Event:
-    """Return a finished tuning as an event."""
-    facts, rows = tuned
-    trials = [[row.config, outcome_data(row.outcome), row.chosen] for row in rows]
-    return {"facts": facts, "trials": trials}
-
-
-def tuned_in(event: Event) -> Tuned:
-    """Return the finished tuning in an event."""
-    trials = event["trials"]
-    return event["facts"], [
-        Row(config, outcome_in(data), chosen) for config, data, chosen in trials
-    ]
-
-
-def merged(tuned: Sequence[Tuned], new: Tuned) -> list[Tuned]:
-    """Return what several workers tell with what one of them adds, which comes last.
-
-    A tuning that one worker began and another one finished is one, with the configs of both.
-    """
-    name = itemgetter("key", "shape", "dtype")
-    same = [each for each in tuned if name(each[0]) == name(new[0])]
-    others = [each for each in tuned if name(each[0]) != name(new[0])]
-    best = max([*same, new], key=lambda each: each[0]["measured"])
-    measured = sum(each[0]["measured"] for each in (*same, new))
-    return [*others, ({**best[0], "measured": measured}, best[1])]

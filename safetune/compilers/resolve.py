@@ -18,6 +18,7 @@ from triton.runtime.autotuner import Autotuner as TritonAutotuner
 from triton.runtime.autotuner import Config, Heuristics
 from triton.runtime.jit import MockTensor
 
+from safetune import forks
 from safetune.compilers import arrays
 from safetune.errors import InvalidSetting, MissingChoice, TracingError
 from safetune.frozen import dataclass
@@ -61,7 +62,7 @@ class Resolved:
     provenance: str
     _signature: Mapping[str, Any] = field(repr=False, compare=False)
 
-    @functools.cached_property
+    @forks.cached_property
     def scratch_bytes(self) -> int:
         """Bytes of global scratch memory for each CTA; compiles the kernel to find out.
 

@@ -10,13 +10,13 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Config
 
-from safetune import triton_internals
+from safetune import forks, triton_internals
 from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds, tupled
 from safetune.frontend import observers
@@ -132,7 +132,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         made.__dict__.pop("shapes", None)
         return made
 
-    @cached_property
+    @forks.cached_property
     def shapes(self) -> call_shape.CallShapes:
         """The shapes of its calls, which refer to it: no copy has them before it is launched, as
         one is made for each prune and keeps the arguments of the call.

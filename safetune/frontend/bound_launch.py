@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from safetune.frontend import observers
@@ -12,18 +13,20 @@ _RUN = Autotuner.run
 
 
 def bound_launch(
-    tuner: Autotuner, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tuner: Autotuner,
+    grid: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    offsets: Mapping[int, int] = MappingProxyType({}),
 ) -> Callable[..., Any] | None:
     """Return what `tuner[grid](*args, **kwargs)` launches as a function: see `FastPath.bind`.
 
     None if the launch is not known: it was never launched, or always needs Triton's own path.
     """
 
-    def watched() -> bool:
-        return bool(observers.active or tuner.__class__.run is not _RUN)
-
     state = vars(tuner)
     if "run" in state:  # one that is set later has every launch forgotten
         return None
+    watch = observers, tuner.__class__, _RUN
     launch = state["_launches"].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
-    return launch and launch.fast_path.bind(grid, args, kwargs, watched)  # type: ignore[no-any-return]
+    return launch and launch.fast_path.bind(grid, args, kwargs, watch, offsets)  # type: ignore[no-any-return]

@@ -8,11 +8,12 @@ Without an observer, a launch checks an empty tuple.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_lock = threading.Lock()
+from safetune import forks
+
+_lock = forks.lock()
 
 #: All observers, in the order in which they were added. Replaced, never changed in place.
 active: tuple[Observer, ...] = ()

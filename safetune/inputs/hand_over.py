@@ -25,15 +25,14 @@ _CUT = 1 << 21
 class HandOver:
     """The pieces of shared memory, and by the number of each block in one its place there."""
 
-    memories: tuple[SharedMemory, ...] = ()
-    devices: tuple[str, ...] = ()
+    memories: tuple[tuple[str, SharedMemory], ...] = ()  # each with its device
     places: Mapping[int, Place] = field(default_factory=dict)
 
     def read(self, place: Place, target: int) -> None:
         """Copy what is at a place to the host."""
-        index = torch.device(self.devices[place.memory]).index
-        where = backend.required()
-        with where.relaxed_capture(), self.memories[place.memory].open() as address:
+        device, memory = self.memories[place.memory]
+        where, index = backend.required(), torch.device(device).index
+        with where.relaxed_capture(), memory.open() as address:
             where.bytes_of(index).unload(target, address + place.offset, place.size)
 
 
@@ -48,7 +47,7 @@ def copied(merged: Sequence[Span], numbers: Sequence[int], rooms: Mapping[str, i
 
     Raises `BackendError` where a driver refuses, or has no memory left.
     """
-    memories: list[SharedMemory] = []
+    memories: list[tuple[str, SharedMemory]] = []
     places: dict[int, Place] = {}
     with contextlib.ExitStack() as on_error:
         for device, room in rooms.items():
@@ -61,11 +60,10 @@ def copied(merged: Sequence[Span], numbers: Sequence[int], rooms: Mapping[str, i
                 size = max(place.offset + place.size for place in here.values())
                 memory = found.bytes_of(index).share(size)
                 on_error.callback(memory.close)
-                memories.append(memory)
+                memories.append((device, memory))
                 _copy(memory, [(place, merged[n].start) for n, place in here.items()], index)
         on_error.pop_all()
-    devices = {places[n].memory: merged[n].device for n in places}
-    return HandOver(tuple(memories), tuple(devices[i] for i in sorted(devices)), places)
+    return HandOver(tuple(memories), places)
 
 
 def _places(numbers: Sequence[int], merged: Sequence[Span], room: int) -> dict[int, Place]:

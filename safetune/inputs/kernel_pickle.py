@@ -20,7 +20,6 @@ import linecache
 import pickle
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -72,26 +71,18 @@ def unpack(
     return _Unpacker(io.BytesIO(data), tensors, size).load()
 
 
-class _Registry:
-    """The modules of one packing in cloudpickle's registry, which is one for the process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.modules: list[ModuleType] = []
-
-    def clear(self) -> None:
-        """Take the modules out again."""
-        while self.modules:
-            cloudpickle.unregister_pickle_by_value(self.modules.pop())
-
-    def start_over(self) -> None:
-        """In a forked child: the packing of another thread does not end here."""
-        self.lock = threading.Lock()
-        self.clear()
+#: The modules of one packing in cloudpickle's registry, which is one for the process.
+_registered: list[ModuleType] = []
+_packing = forks.lock()
 
 
-_registry = _Registry()
-forks.register("tuning", after_in_child=_registry.start_over)
+def _unregister() -> None:
+    """Take them out again; in a forked child too, where another thread's packing never ends."""
+    while _registered:
+        cloudpickle.unregister_pickle_by_value(_registered.pop())
+
+
+forks.register("tuning", after_in_child=_unregister)
 
 #: In place of a line of a file that was not sent; unlike a blank line it ends a function's block.
 _UNKNOWN_LINE = "pass\n"
@@ -123,16 +114,16 @@ def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
 @contextlib.contextmanager
 def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
     """Have cloudpickle send what these modules define."""
-    with _registry.lock:
+    with _packing:
         known = cloudpickle.list_registry_pickle_by_value()
         try:
             for module in modules:
                 if module.__name__ not in known:
-                    _registry.modules.append(module)
+                    _registered.append(module)
                     cloudpickle.register_pickle_by_value(module)
             yield
         finally:
-            _registry.clear()
+            _unregister()
 
 
 class TensorTable:

@@ -9,15 +9,10 @@ from collections.abc import Iterable
 
 import torch
 
-from safetune.inputs.spans import FLOATS, Noise, TensorSpec, reading, storage_bytes
+from safetune.inputs.spans import FLOATS, REAL, Noise, TensorSpec, reading, storage_bytes
 
 #: The float type that the elements of each type consist of. Other types are never drawn.
-_REAL = {
-    **dict(zip(FLOATS, FLOATS, strict=True)),
-    "complex32": "float16",
-    "complex64": "float32",
-    "complex128": "float64",
-}
+_REAL = {**dict(zip(FLOATS, FLOATS, strict=True)), **REAL}
 
 #: A sample is _RUNS runs of _RUN elements each, evenly spread.
 _RUNS, _RUN = 16, 4096

@@ -120,8 +120,7 @@ class Snapshot:
         wanted = [number for number in order if number not in noises]
         self._on_device = _handed_over(merged, wanted, rooms) if rooms else HandOver()
         blocks = tuple(_lay_out(merged, noises, self._on_device.places))
-        sizes_there = [memory.size for memory in self._on_device.memories]
-        shared = tuple(zip(self._on_device.devices, sizes_there, strict=True))
+        shared = tuple((device, memory.size) for device, memory in self._on_device.memories)
         self.layout = Layout(blocks, specs, shared=shared)
         pairs = zip(specs, names, strict=True)
         self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
@@ -134,7 +133,7 @@ class Snapshot:
     @property
     def shared_fds(self) -> tuple[int, ...]:
         """The descriptors of the layout's shared memory."""
-        return tuple(memory.fd for memory in self._on_device.memories)
+        return tuple(memory.fd for _, memory in self._on_device.memories)
 
     def close(self) -> None:
         """Close the memory; children that have mapped it keep their mapping."""
@@ -143,7 +142,7 @@ class Snapshot:
 
     def _close_shared(self) -> None:
         """Give the memory of devices back, but for what a child still maps."""
-        for memory in self._on_device.memories:
+        for _, memory in self._on_device.memories:
             memory.close()
 
     def move_to_host(self) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import KernelNotTransferable
@@ -28,6 +29,9 @@ FLOATS = (
     "float8_e5m2",
     "float8_e5m2fnuz",
 )
+
+#: The float type of both parts of each complex type.
+REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 #: torch's CUDA allocator aligns to 512 bytes; no instruction needs more.
 ALIGNMENT = 512
@@ -92,6 +96,10 @@ class TensorSpec:
         """Return the view in plain JSON data, which has no tuples."""
         return cls(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
 
+    def is_dense(self) -> bool:
+        """Whether no other bytes are between the elements."""
+        return are_packed(sorted(zip(self.shape, self.stride, strict=True), key=itemgetter(1)))
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -129,6 +137,18 @@ def itemsize(dtype: str) -> int:
     """Return the bytes of an element of a type, by the name that torch gives it."""
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
+
+
+def are_packed(dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether each dimension (size, stride), the innermost first, begins where the last one ends;
+    those of a tensor without elements always do.
+    """
+    expected = 1
+    for size, step in dims:
+        if size != 1 and step != expected:
+            return any(size == 0 for size, _ in dims)
+        expected *= size
+    return True
 
 
 def aligned(size: int) -> int:

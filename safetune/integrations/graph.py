@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from safetune import triton_internals
+from safetune import forks, triton_internals
 from safetune.errors import CaptureWarning, InvalidSetting, NoDevice
 from safetune.frozen import dataclass
 from safetune.isolation import backend, measuring_child
@@ -190,7 +190,7 @@ def _same_stream_after() -> Iterator[None]:
         torch.cuda.set_stream(stream)
 
 
-_unloading = threading.Lock()
+_unloading = forks.lock()
 #: The driver's own call for each capture under way.
 _unloads: list[Callable[[Any], object]] = []
 

@@ -27,7 +27,7 @@ from safetune.frontend import observers
 from safetune.integrations.install_report import Installation
 from safetune.settings import Settings, parse_keep
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = forks.lock()
 
 
 _installation: Installation | None = None
@@ -47,9 +47,6 @@ def install(keep: Iterable[str] = ()) -> Installation:
     """
     global _installation
     # Importing Triton may install, after `when_triton_is_imported`.
-    import triton.runtime.autotuner as triton_autotuner
-
-    from safetune.frontend.autotuner import Autotuner
     from safetune.integrations import shadow_tuner
     from safetune.keys import written_key
 
@@ -62,7 +59,7 @@ def install(keep: Iterable[str] = ()) -> Installation:
         installation = _installation = Installation()
         triton_internals.replace_autotune(functools.partial(_replacement, installation))
         observers.add(installation)
-        shadow_tuner.reach(installation, triton_autotuner.Autotuner, Autotuner)
+        shadow_tuner.reach(installation)
         # This process, and each process forked from it, reports its own launches.
         forks.register("report", after_in_child=installation.begin, at_exit=installation.report)
         forks.register_worker_exit(installation, installation.report)
@@ -71,13 +68,13 @@ def install(keep: Iterable[str] = ()) -> Installation:
 
 def launched_in_place_of(kernel: Any) -> Any:
     """Return the tuner of safetune that launches in place of one of Triton's; None without one."""
-    import triton.runtime.autotuner as triton_autotuner
+    from triton.runtime.autotuner import Autotuner
 
     from safetune.integrations import shadow_tuner
 
-    if _installation is None or not isinstance(kernel, triton_autotuner.Autotuner):
+    if _installation is None or not isinstance(kernel, Autotuner):
         return None
-    shadow = shadow_tuner.shadow_of(_installation, kernel, triton_autotuner.Autotuner)
+    shadow = shadow_tuner.shadow_of(_installation, kernel)
     return shadow and shadow.tuner
 
 

@@ -11,8 +11,11 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
+from triton.runtime.autotuner import Autotuner as TritonAutotuner
+
 from safetune import triton_internals
 from safetune.errors import SafetuneError
+from safetune.frontend.autotuner import Autotuner
 from safetune.frontend.decorator import take_over
 from safetune.integrations.install_report import kernel_name
 from safetune.keys.lazy_key import logged
@@ -69,13 +72,13 @@ def _settings(kernel: Any) -> tuple[Any, ...]:
     return (*_functions(kernel), *kernel.keys, *kernel.configs)
 
 
-def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None:
+def reach(installation: Installation) -> None:
     """Have every launch that comes to Triton's own `run` go to a shadow tuner."""
-    run, bench = stock.run, stock._bench
+    run, bench = TritonAutotuner.run, TritonAutotuner._bench
 
     @functools.wraps(run)
     def reached_run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        shadow = None if isinstance(self, ours) else shadow_of(installation, self, stock)
+        shadow = None if isinstance(self, Autotuner) else shadow_of(installation, self)
         if shadow is None:
             return run(self, *args, **kwargs)
         if len(self.configs) == 1:
@@ -94,7 +97,7 @@ def reach(installation: Installation, stock: type[Any], ours: type[Any]) -> None
 
     @functools.wraps(bench)
     def noted_bench(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, ours):
+        if not isinstance(self, Autotuner):
             why = f"tuned in this process by {type(self).__name__}"
             installation.refused.setdefault(kernel_name(self), why)
         return bench(self, *args, **kwargs)
@@ -108,7 +111,7 @@ def leave(kernel: Any) -> Any:
     return kernel
 
 
-def shadow_of(installation: Installation, kernel: Any, stock: type[Any]) -> Shadow | None:
+def shadow_of(installation: Installation, kernel: Any) -> Shadow | None:
     """Return a tuner's shadow, made at its first launch; None for a tuner left to Triton."""
     shadow = kernel.__dict__.get(_ATTRIBUTE)
     if shadow is False:
@@ -117,18 +120,18 @@ def shadow_of(installation: Installation, kernel: Any, stock: type[Any]) -> Shad
         kernel.__dict__.pop(_ATTRIBUTE, None)
         shadow = None
     if shadow is None:
-        made = Shadow(kernel, _take_over(installation, kernel, stock))
+        made = Shadow(kernel, _take_over(installation, kernel))
         shadow = kernel.__dict__.setdefault(_ATTRIBUTE, made)
         if shadow is made and made.tuner is not None:  # and no other thread was faster
             installation.tuners.append(made.tuner)
     return shadow if shadow.tuner is not None else None
 
 
-def _take_over(installation: Installation, kernel: Any, stock: type[Any]) -> Any:
+def _take_over(installation: Installation, kernel: Any) -> Any:
     """Return a tuner of safetune with a kernel's settings; None, with the reason in the report."""
     for part in _TUNING:
         own = part != "do_bench" and part in vars(kernel)
-        if own or getattr(type(kernel), part) is not getattr(stock, part):
+        if own or getattr(type(kernel), part) is not getattr(TritonAutotuner, part):
             reason = f"{type(kernel).__name__} has a {part} of its own"
             break
     else:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from safetune import triton_internals
+from safetune import forks, triton_internals
 from safetune.errors import BackendError
 from safetune.frozen import dataclass
 from safetune.isolation import cuda_driver
@@ -109,19 +108,16 @@ _MODULES = {"cuda": "safetune.isolation.cuda", "hip": "safetune.isolation.hip"}
 #: Children without a device see none of a kind that has no back end here either.
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 
-_factories: dict[str, Callable[[], Backend]] = {}
 _made: dict[str, Backend | BackendError] = {}
 
 
-def register(name: str, make: Callable[[], Backend]) -> None:
-    """Use what `make` returns for devices whose Triton target has this name."""
-    _factories[name] = make
-    _made.pop(name, None)
+def register(name: str, found: Backend | BackendError) -> None:
+    """Use a back end for devices with this Triton target; an error says why there is not one."""
+    _made[name] = found
 
 
 def unregister(name: str) -> None:
     """Undo `register`."""
-    _factories.pop(name, None)
     _made.pop(name, None)
 
 
@@ -189,20 +185,17 @@ def hidden_environment() -> dict[str, str]:
 
 def _find(name: str) -> Backend | BackendError:
     if name not in _made:
-        make = _factories.get(name)
         try:
-            if make is None and name in _MODULES:
-                make = importlib.import_module(_MODULES[name]).make
-            if make is None:
+            if name not in _MODULES:
                 raise BackendError(f"there is no isolation for the {name} back end yet")
-            _made[name] = make()
+            _made[name] = importlib.import_module(_MODULES[name]).make()
         except BackendError as error:
             _made[name] = BackendError(str(error))  # its frames would keep the caller's tensors
     return _made[name]
 
 
 #: Pauses of Python's garbage collector; nothing else turns it off.
-_pausing = threading.Lock()
+_pausing = forks.lock()
 _pauses = 0
 _resume = False
 
@@ -224,6 +217,17 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         with _pausing:
-            _pauses -= 1
+            _pauses = max(_pauses - 1, 0)
             if not _pauses and _resume:
                 gc.enable()
+
+
+def _end_pauses() -> None:
+    """In a forked child, which has none of the threads that paused it."""
+    global _pauses
+    if _pauses and _resume:
+        gc.enable()
+    _pauses = 0
+
+
+forks.register("tuning", after_in_child=_end_pauses)

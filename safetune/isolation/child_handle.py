@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 
 from safetune import forks, triton_internals
@@ -160,7 +160,8 @@ class Child:
         self._last_job += 1
         self.unanswered += 1
         try:
-            protocol.send_job(self.pipe, job, self._last_job, fds, timeout_s)
+            header = {"number": self._last_job}  # which its answer will have
+            protocol.send(self.pipe, header, pickle.dumps(job), fds=fds, timeout_s=timeout_s)
         except protocol.Stalled:
             self._unread = f"no job was read within {timeout_s:g} s"
         except protocol.Closed:
@@ -274,7 +275,7 @@ class IdleChildren:
     """Released children by purpose; safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._kept: dict[str, list[tuple[Child, float]]] = {}
         forks.register("child processes", after_in_child=self._forget, at_exit=self.drop)
 
@@ -309,7 +310,6 @@ class IdleChildren:
 
     def _forget(self) -> None:
         """In a forked copy of this process, where the children belong to the parent."""
-        self._lock = threading.Lock()
         self._kept = {}
 
 

@@ -135,7 +135,8 @@ class CompilePool:
         while self._unfinished or self._done:
             if not self._done:
                 self.work(protocol.SIGNAL_S)
-            yield from self._taken()
+            done, self._done = self._done, []
+            yield from done
 
     def work(self, wait_s: float = 0.0) -> None:
         """Have the children work on, also ahead, and wait for one at most this long.
@@ -145,10 +146,6 @@ class CompilePool:
         self._ahead = self._later
         self._fill()
         self._collect(wait_s)
-
-    def _taken(self) -> list[Compiled]:
-        done, self._done = self._done, []
-        return done
 
     def _fill(self) -> None:
         while (self._waiting or self._ahead) and len(self._slots) < self._size:

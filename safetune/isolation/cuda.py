@@ -9,15 +9,15 @@ import os
 import stat
 import sys
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from safetune import triton_launch
 from safetune.errors import BackendError
+from safetune.isolation import cuda_driver
 from safetune.isolation.backend import Memory
-from safetune.isolation.cuda_driver import Driver
+from safetune.isolation.cuda_driver import INVALID_CONTEXT, NO_CONTEXT, Driver
 from safetune.isolation.device_bytes import DeviceBytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -27,20 +27,15 @@ COMPUTE_MODE = 20
 _MAJOR, _MINOR = 75, 76  # the compute capability
 MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
-_CAPTURE_RELAXED = 2
 _CAPTURE_NONE = 0  # CUstreamCaptureStatus
 _CAPTURE_ACTIVE = 1
-_STREAM_NON_BLOCKING = 1
 #: CU_COMPUTEMODE_EXCLUSIVE, of drivers long gone.
 _EXCLUSIVE_THREAD = 1
 
 # CUresult.
 _INVALID_VALUE = 1
 _NOT_INITIALIZED = 3
-_DEINITIALIZED = 4
-_INVALID_CONTEXT = 201
 _CAPTURE_IMPLICIT = 906  # the legacy stream, beside a capture that it would disturb
-_NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, _INVALID_CONTEXT})
 
 _MPS_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 _MPS_DEFAULT = "/tmp/nvidia-mps"
@@ -62,17 +57,13 @@ class ComputeMode(IntEnum):
 
 def make() -> Cuda:
     """Return the back end; raises `BackendError` where the driver's library cannot be loaded."""
-    try:
-        return Cuda(ctypes.CDLL("libcuda.so.1"))
-    except OSError as error:
-        raise BackendError(f"the CUDA driver's library cannot be loaded ({error})") from error
+    return Cuda(cuda_driver.load())
 
 
 class Cuda:
     """NVIDIA GPUs, as `backend.Backend` describes them.
 
     Args:
-        library: libcuda, or what answers in its place.
         mps_directory: where the pipes of an MPS server are unless the environment says otherwise.
     """
 
@@ -80,9 +71,8 @@ class Cuda:
     torch_type = "cuda"
     needs_torch = False
 
-    def __init__(self, library: Any, mps_directory: str = _MPS_DEFAULT) -> None:
-        self._library = library
-        self._driver = Driver(library)
+    def __init__(self, driver: Driver, mps_directory: str = _MPS_DEFAULT) -> None:
+        self._driver = driver
         self._in_use = False
         self._mps_directory = mps_directory
         self._side_streams: dict[int, int] = {}
@@ -102,7 +92,7 @@ class Cuda:
         disturb the capture of another stream.
         """
         status, identifier = ctypes.c_int(), ctypes.c_uint64()
-        error = self._call(
+        error = self._driver.call(
             "cuStreamGetCaptureInfo_v2",
             ctypes.c_void_p(stream),
             ctypes.byref(status),
@@ -110,7 +100,7 @@ class Cuda:
             None,
             None,
             None,
-            known=_NO_CONTEXT | {_CAPTURE_IMPLICIT},
+            known=NO_CONTEXT | {_CAPTURE_IMPLICIT},
         )
         if error == _CAPTURE_IMPLICIT:
             return -1
@@ -118,17 +108,8 @@ class Cuda:
             return 0
         return identifier.value if status.value == _CAPTURE_ACTIVE else -1
 
-    @contextlib.contextmanager
-    def relaxed_capture(self) -> Iterator[None]:
-        exchange = functools.partial(self._call, "cuThreadExchangeStreamCaptureMode")
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        if exchange(ctypes.byref(mode), known=_NO_CONTEXT):
-            yield
-            return
-        try:
-            yield
-        finally:  # an error here would take the place of the body's
-            self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
+        return self._driver.relaxed()
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:
@@ -145,14 +126,14 @@ class Cuda:
     def is_known_pointer(self, address: int) -> bool:
         kind = ctypes.c_uint()
         ask = functools.partial(
-            self._call,
+            self._driver.call,
             "cuPointerGetAttribute",
             ctypes.byref(kind),
             _POINTER_MEMORY_TYPE,
             ctypes.c_uint64(address),
         )
-        error = ask(known={_INVALID_VALUE, _INVALID_CONTEXT, _NOT_INITIALIZED})
-        if error == _INVALID_CONTEXT:  # a thread that has not used its device yet
+        error = ask(known={_INVALID_VALUE, INVALID_CONTEXT, _NOT_INITIALIZED})
+        if error == INVALID_CONTEXT:  # a thread that has not used its device yet
             self._bind_context()
             error = ask(known={_INVALID_VALUE})
         return not error
@@ -255,28 +236,14 @@ class Cuda:
         """Return the UUID of each device of this process in order; none where one is a MIG
         partition.
         """
-        count, device = ctypes.c_int(), ctypes.c_int()
-        name, identifier = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        found = []
-        for index in range(count.value):
-            self._call("cuDeviceGet", ctypes.byref(device), index)
-            self._call("cuDeviceGetName", name, len(name), device)
-            self._call("cuDeviceGetUuid", ctypes.byref(identifier), device)
-            if b" MIG " in name.value:
-                return ()
-            found.append(str(uuid.UUID(bytes=bytes(identifier))))
-        return tuple(found)
+        devices, driver = range(self._driver.device_count()), self._driver
+        if any(" MIG " in driver.device_name(index) for index in devices):
+            return ()
+        return tuple(str(uuid.UUID(bytes=driver.device_uuid(index))) for index in devices)
 
     def _attribute(self, attribute: int, index: int) -> int:
         """Return an attribute of a device; 0 where the driver is too old to have it."""
-        device, value = ctypes.c_int(), ctypes.c_int()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        known = {_INVALID_VALUE}
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device, known=known)
-        return value.value
+        return self._driver.attribute(attribute, index, known={_INVALID_VALUE})
 
     def _bind_context(self) -> None:
         import torch
@@ -289,22 +256,8 @@ class Cuda:
         The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
         """
         if index not in self._side_streams:
-            stream = ctypes.c_void_p()
-            self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
-            self._side_streams[index] = stream.value or 0
+            self._side_streams[index] = self._driver.stream()
         return self._side_streams[index]
-
-    def _call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
-        """Call the driver and return its error, 0 or one of `known`; others are raised."""
-        error = int(getattr(self._library, function)(*arguments))
-        if error and error not in known:
-            raise BackendError(f"the CUDA driver failed: {function} returned {self._name(error)}")
-        return error
-
-    def _name(self, error: int) -> str:
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorName(error, ctypes.byref(text))
-        return text.value.decode() if text.value else f"error {error}"
 
 
 def _is_served(control: Path) -> bool:

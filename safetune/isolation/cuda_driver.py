@@ -28,7 +28,8 @@ _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE = 1, 1, 1
 _READ, _READ_WRITE = 1, 3
 _OUT_OF_MEMORY = 2
 _CAPTURE_RELAXED = 2
-_NOT_INITIALIZED, _DEINITIALIZED = 3, 4
+_NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT = 3, 4, 201
+NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT})
 _SM_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
 _SHARED_MEMORY, _OVERSIZED_SHARED_MEMORY = 97, 150
 
@@ -54,18 +55,11 @@ class Description(NamedTuple):
 
 
 class DriverError(BackendError):
-    """A call of the CUDA driver failed.
+    """A call of the driver failed, and returned an error of this name."""
 
-    Attributes:
-        function, code, name: the call, and the `CUresult` that it returned.
-    """
-
-    def __init__(self, function: str, code: int, name: str) -> None:
+    def __init__(self, function: str, name: str) -> None:
         driver = "HIP" if function.startswith("hip") else "the CUDA driver"
         super().__init__(f"{driver} failed: {function} returned {name}")
-        self.function = function
-        self.code = code
-        self.name = name
 
 
 class LacksMemory(DriverError, MemoryError):
@@ -143,14 +137,10 @@ class Driver:
         error = int(getattr(self._library, function)(*map(_wide, arguments)))
         if error and error not in known:
             kind = LacksMemory if error == _OUT_OF_MEMORY else DriverError
-            raise kind(function, error, self.name_of(error))
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(error, ctypes.byref(text))
+            raise kind(function, text.value.decode() if text.value else f"error {error}")
         return error
-
-    def name_of(self, error: int) -> str:
-        """Return the driver's name for an error."""
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorName(error, ctypes.byref(text))
-        return text.value.decode() if text.value else f"error {error}"
 
     # Devices and contexts
 
@@ -161,17 +151,20 @@ class Driver:
 
     def describe(self, index: int) -> Description:
         """Return what Triton's driver tells of a device, without a context on it."""
-        name = ctypes.create_string_buffer(256)
-        self.call("cuDeviceGetName", name, len(name), self.device(index))
         major, minor = (self.attribute(a, index) for a in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
         shared = _OVERSIZED_SHARED_MEMORY if (major, minor) == (10, 7) else _SHARED_MEMORY
         return Description(
             "cuda",
-            name.value.decode(),
+            self.device_name(index),
             10 * major + minor,
             self.attribute(_SM_COUNT, index),
             self.attribute(shared, index),
         )
+
+    def device_count(self) -> int:
+        """Return the number of devices of this process; initialises the driver."""
+        self.call("cuInit", 0)
+        return self._made("cuDeviceGetCount", ctypes.c_int)
 
     def device(self, index: int) -> int:
         """Return the handle of a device of this process; initialises the driver."""
@@ -183,6 +176,12 @@ class Driver:
         value, device = ctypes.c_int(), self.device(index)
         self.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device, known=known)
         return value.value
+
+    def device_name(self, index: int) -> str:
+        """Return the product name of a device."""
+        name = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", name, len(name), self.device(index))
+        return name.value.decode()
 
     def device_uuid(self, index: int) -> bytes:
         """Return the 16 bytes of a device's UUID."""
@@ -212,13 +211,17 @@ class Driver:
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Let this thread allocate and free in here while another one captures a graph."""
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        """Let this thread copy, allocate and free in here while another one captures a graph."""
+        mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
+        exchange = functools.partial(self.call, "cuThreadExchangeStreamCaptureMode", mode)
+        if exchange(known=NO_CONTEXT):
+            yield
+            return
         try:
             yield
         finally:
-            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            with contextlib.suppress(BackendError):  # it would take the place of the body's error
+                exchange()
 
     def synchronize(self) -> None:
         """Wait for everything in the current context; raises what a launch has done to it."""
@@ -255,10 +258,6 @@ class Driver:
     def copy_in(self, target: int, source: int, size: int, stream: int = 0) -> None:
         """Queue a copy from host memory, which was read on return unless it is pinned."""
         self.call("cuMemcpyHtoDAsync_v2", target, source, size, stream)
-
-    def copy_out(self, target: int, source: int, size: int, stream: int = 0) -> None:
-        """Queue a copy to host memory, which is written on return unless it is pinned."""
-        self.call("cuMemcpyDtoHAsync_v2", target, source, size, stream)
 
     def read(self, address: int, size: int) -> bytes:
         """Return bytes of a device, once everything before on the default stream is done."""
@@ -341,10 +340,6 @@ class Driver:
     def record(self, event: int, stream: int = 0) -> None:
         """Queue an event on a stream."""
         self.call("cuEventRecord", event, stream)
-
-    def wait_for(self, event: int, stream: int) -> None:
-        """Have a stream wait for an event of another one."""
-        self.call("cuStreamWaitEvent", stream, event, 0)
 
     def elapsed_ms(self, start: int, end: int) -> float:
         """Return the time between two events that have taken place."""

@@ -101,7 +101,7 @@ class DeviceBytes:
 
     def __init__(self, driver: Driver, index: int, name: str) -> None:
         self.name = name
-        self.driver = self._driver = driver
+        self.driver = driver
         self._index = index
         self._functions: dict[str, int] = {}
         self._dims: dict[tuple[tuple[int, int], ...], DeviceMemory] = {}
@@ -117,7 +117,7 @@ class DeviceBytes:
 
     def allocate(self, size: int) -> DeviceMemory:
         """Return new memory; raises `MemoryError` where the device has not as much left."""
-        return DeviceMemory(self._driver, self._index, size)
+        return DeviceMemory(self.driver, self._index, size)
 
     def allocate_anywhere(self, size: int) -> DeviceMemory:
         """Return new memory: on the device, or pinned memory of the host if that is full."""
@@ -128,20 +128,20 @@ class DeviceBytes:
 
     def allocate_pinned(self, size: int) -> DeviceMemory:
         """Return new pinned memory of the host."""
-        return DeviceMemory(self._driver, self._index, size, pinned=True)
+        return DeviceMemory(self.driver, self._index, size, pinned=True)
 
     def share(self, size: int) -> SharedMemory:
         """Return memory that another process can map.
 
         Raises `DriverError` where the device cannot do that, or has not as much left.
         """
-        if not self._driver.can_share(self._index):
-            raise DriverError("cuDeviceGetAttribute", 0, "no support of shared memory")
-        return SharedMemory(self._driver, self._index, size)
+        if not self.driver.can_share(self._index):
+            raise DriverError("cuDeviceGetAttribute", "no support of shared memory")
+        return SharedMemory(self.driver, self._index, size)
 
     def mapped(self, fd: int, size: int) -> MappedMemory:
         """Return the memory behind a descriptor that another process has passed; see `share`."""
-        return MappedMemory(self._driver, self._index, fd, size)
+        return MappedMemory(self.driver, self._index, fd, size)
 
     def tensor(self, memory: DeviceMemory, run: Run) -> torch.Tensor:
         """Return a run of bytes as a tensor, without a copy."""
@@ -159,41 +159,41 @@ class DeviceBytes:
     def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
         """Copy bytes between memory of the device and pinned memory."""
         if size:
-            with self._driver.on(self._index):
-                self._driver.copy(target, source, size, stream)
+            with self.driver.on(self._index):
+                self.driver.copy(target, source, size, stream)
 
     def wait(self, stream: int) -> None:
         """Wait for what is queued on a stream."""
-        with self._driver.on(self._index):
-            self._driver.wait(stream)
+        with self.driver.on(self._index):
+            self.driver.wait(stream)
 
     def load(self, target: int, source: int, size: int) -> None:
         """Copy bytes from pageable memory of the host."""
         if size:
-            with self._driver.on(self._index):
-                self._driver.copy_in(target, source, size)
+            with self.driver.on(self._index):
+                self.driver.copy_in(target, source, size)
 
     def unload(self, target: int, source: int, size: int) -> None:
         """Copy bytes to pageable memory of the host."""
         if size:
-            with self._driver.on(self._index):
-                self._driver.call("cuMemcpyDtoH_v2", target, source, size)
+            with self.driver.on(self._index):
+                self.driver.call("cuMemcpyDtoH_v2", target, source, size)
 
     def has_room(self, size: int) -> bool:
         """Whether this leaves the device with enough for what a launch may ask for."""
-        with self._driver.on(self._index):
-            return self._driver.memory()[0] >= size + _MARGIN
+        with self.driver.on(self._index):
+            return self.driver.memory()[0] >= size + _MARGIN
 
     def set_bytes(self, run: Run, value: int) -> None:
         """Set every byte of a run."""
         if run.size:
-            with self._driver.on(self._index):
-                self._driver.fill(run.address, value, run.size)
+            with self.driver.on(self._index):
+                self.driver.fill(run.address, value, run.size)
 
     def read(self, address: int, size: int) -> bytes:
         """Return bytes."""
-        with self._driver.on(self._index):
-            return self._driver.read(address, size) if size else b""
+        with self.driver.on(self._index):
+            return self.driver.read(address, size) if size else b""
 
     def checksums(self, runs: Sequence[Run]) -> list[int]:
         """Return 64 bits for each run of bytes; any change of bytes or of their places shows.
@@ -251,8 +251,8 @@ class DeviceBytes:
 
     def _written(self, kind: str, numbers: Sequence[int]) -> DeviceMemory:
         memory = self.allocate(8 * len(numbers))
-        with self._driver.on(self._index):
-            self._driver.write(memory.address, struct.pack(f"<{len(numbers)}{kind}", *numbers))
+        with self.driver.on(self._index):
+            self.driver.write(memory.address, struct.pack(f"<{len(numbers)}{kind}", *numbers))
         return memory
 
     def _pick(
@@ -285,12 +285,12 @@ class DeviceBytes:
         programs = -(-count // kernel.block)
         most = programs if name.startswith(("gather", "scatter")) else _MOST_PROGRAMS
         scratch = [0] * (kernel.parameters - len(arguments))
-        with self._driver.on(self._index):
+        with self.driver.on(self._index):
             if name not in self._functions:
-                module = self._driver.module(kernel.text + b"\0")
-                self._functions[name] = self._driver.function(module, name)
+                module = self.driver.module(kernel.text + b"\0")
+                self._functions[name] = self.driver.function(module, name)
             function, grid = self._functions[name], min(programs, most)
-            self._driver.launch(function, grid, _THREADS, (*arguments, *scratch), kernel.shared)
+            self.driver.launch(function, grid, _THREADS, (*arguments, *scratch), kernel.shared)
 
 
 def _words(run: Run) -> tuple[int, tuple[int, ...]]:

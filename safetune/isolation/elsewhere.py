@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 #: How long a process that is killed may take to end.
 _END_S = 1.0
 
-
-class Answer(NamedTuple):
-    """How a process has ended, and what it has printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+#: How long it may take to add two tensors, with the import of torch, on however slow a file system.
+_ADDS_S = 180.0
+_ADDS = """
+import sys, torch
+index = int(sys.argv[1])
+x = torch.arange(1 << 20, device="cpu" if index < 0 else index)
+found = int((x + x).sum())
+sys.exit(0 if found == (1 << 20) * ((1 << 20) - 1) else f"it adds wrong: {found}")
+"""
 
 
 def ask(
     command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
-) -> Answer:
+) -> subprocess.CompletedProcess[str]:
     """Run a command, without input.
 
     Raises `OSError` where it cannot be started, and `TimeoutError`, which is one, where it takes
@@ -48,4 +50,19 @@ def ask(
             if isinstance(error, subprocess.TimeoutExpired):
                 raise TimeoutError(f"no answer within {limit_s:g} s") from error
             raise
-    return Answer(process.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def why_broken(index: int, limit_s: float = _ADDS_S) -> str:
+    """Return why no tensors can be added on a device, in a line; empty where they can.
+
+    Args:
+        index: torch's; -1 for the CPU.
+    """
+    try:
+        done = ask([sys.executable, "-c", _ADDS, str(index)], limit_s)
+    except OSError as error:
+        return str(error)
+    if not done.returncode:
+        return ""
+    return next(reversed(done.stderr.split("\n")[:-1]), f"exit code {done.returncode}")

@@ -13,7 +13,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -113,20 +112,24 @@ class ForkServer:
         self._modules = modules
         #: How long it waits for the end of a child, which a driver call may hold.
         self.reap_s = 10.0
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._output: Output | None = None
         self._ready = False
         self._interpret: str | None = None
         self._closed = False
-        forks.register("fork servers", after_in_child=self._forget, at_exit=self.stop)
+        forks.register("fork servers", after_in_child=self._forget_server, at_exit=self.stop)
 
-    def start(self) -> None:
-        """Start the server without waiting for it; a failure is raised by the next `fork`."""
+    def start(self, needed: bool = True) -> None:
+        """Start the server without waiting for it; a failure is raised by the next `fork`.
+
+        One that has ended and is not `needed` is waited for, so that it is not left as a zombie.
+        """
         with self._lock, contextlib.suppress(WorkerUnavailable):
             self._collect()
-            self._launched()
+            if needed:
+                self._launched()
 
     def fork(self, pipe: socket.socket, output: Output) -> tuple[int, int]:
         """Fork a child that answers on `pipe` and prints to `output`; return its pid and that of
@@ -138,11 +141,6 @@ class ForkServer:
         if "error" in reply:
             raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
         return int(reply["pid"]), int(reply["server"])
-
-    def collect(self) -> None:
-        """Wait for the server if it has ended, so that it is not left as a zombie."""
-        with self._lock:
-            self._collect()
 
     def reap(self, pid: int, parent: int, kill: bool) -> int | None:
         """Return the wait status of a child that has ended; with `kill`, it and its process group
@@ -260,20 +258,13 @@ class ForkServer:
                 started.wait(_ANSWER_S)
         self._forget_server()
 
-    def _forget(self) -> None:
-        """In a forked child: the server and the state of the lock are the parent's."""
-        self._lock = threading.Lock()
-        self._forget_server()
-
     def _forget_server(self) -> None:
+        """Forget the server: it has ended, or this process is forked and it is the parent's."""
         for held in (self._control, self._output):
             if held is not None:
                 held.close()
         self._process = self._control = self._output = None
 
-
-#: Whether calls that need no torch are measured in children without it.
-WITHOUT_TORCH = True
 
 #: Importing torch takes longer than tuning a small kernel.
 plain_server = ForkServer(("triton.compiler", "safetune.child.job_loop", "safetune.child.session"))
@@ -282,14 +273,8 @@ server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.chi
 
 def start_servers(compiling: bool, with_torch: bool) -> None:
     """Start the servers that a tuning needs, and wait for none."""
-    if compiling:
-        plain_server.start()
-    else:
-        plain_server.collect()
-    if with_torch:
-        server.start()
-    else:
-        server.collect()
+    plain_server.start(compiling)
+    server.start(with_torch)
 
 
 def close_servers() -> None:

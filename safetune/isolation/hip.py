@@ -104,8 +104,7 @@ class Hip(Cuda):
     needs_torch = True
 
     def __init__(self, library: Any) -> None:
-        super().__init__(_Library(library))
-        self._driver = _HipDriver(self._library)
+        super().__init__(_HipDriver(_Library(library)))
 
     def visible_environment(self) -> dict[str, str]:
         torch = sys.modules.get("torch")
@@ -116,15 +115,11 @@ class Hip(Cuda):
         return ""  # HIP has neither exclusive modes nor a server that all processes share
 
     def device_name(self, index: int) -> str:
-        name = ctypes.create_string_buffer(256)
-        self._driver.call("cuDeviceGetName", name, len(name), self._driver.device(index))
-        return name.value.decode()
+        return self._driver.device_name(index)
 
     def device_uuids(self) -> tuple[str, ...]:
         """Return the UUID of each device of this process in order; empty for one without."""
-        count = ctypes.c_int()
-        self._driver.call("cuDeviceGetCount", ctypes.byref(count))
-        return tuple(map(self._uuid, range(count.value)))
+        return tuple(map(self._uuid, range(self._driver.device_count())))
 
     def use(self, index: int) -> str:
         self._driver.use(index)
@@ -135,9 +130,6 @@ class Hip(Cuda):
             triton_launch.use_amd_device_without_torch(index)
         self._in_use = True
         return self._uuid(index)
-
-    def _call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
-        return self._driver.call(function, *arguments, known=known)
 
     def _uuid(self, index: int) -> str:
         found = self._driver.device_uuid(index).rstrip(b"\0").decode(errors="replace")

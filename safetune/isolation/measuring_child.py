@@ -32,10 +32,10 @@ class MeasuringChild:
     Args:
         call: what the child rebuilds, from the files whose descriptors are `fds`.
         run_timeout_s: for one job.
-        fresh: take no child that an earlier tuning has left.
-        with_torch: take one that has imported torch; without it a call may turn out to need one.
         on_host: returns the same without memory that is shared on a device, for a child that could
             not map it, or that had no room beside it.
+        fresh: take no child that an earlier tuning has left.
+        with_torch: take one that has imported torch; without it a call may turn out to need one.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class MeasuringChild:
         call: Prepare,
         fds: tuple[int, ...],
         run_timeout_s: float,
+        on_host: Callable[[], tuple[Prepare, tuple[int, ...]]],
         fresh: bool = False,
         with_torch: bool = True,
-        on_host: Callable[[], tuple[Prepare, tuple[int, ...]]] | None = None,
     ) -> None:
         self._call = call
         self._fds = fds
@@ -215,7 +215,7 @@ class MeasuringChild:
             return child
         child.kill()
         lacking = outcome.detail == HandOverFailed.__name__ or outcome.verdict in TRANSIENT
-        if lacking and self._on_host is not None and self._call.layout.shared:
+        if lacking and self._call.layout.shared:
             logger.debug("arguments go through host memory after all: %s", reason)
             self._call, self._fds = self._on_host()
             return self._prepared(self._fds)

@@ -14,7 +14,6 @@ import functools
 import json
 import math
 import os
-import pickle
 import reprlib
 import select
 import signal
@@ -167,13 +166,6 @@ class Answer:
 
 #: The answer to a job that has been done and has no result.
 DONE = Answer(Outcome(Verdict.OK))
-
-
-def send_job(
-    sock: socket.socket, job: Job, number: int, fds: Sequence[int], timeout_s: float
-) -> None:
-    """Send a pickled job, whose answer will have the same number; raises as `send`."""
-    send(sock, {"number": number}, pickle.dumps(job), fds=fds, timeout_s=timeout_s)
 
 
 def answer_header(answer: Answer, number: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from safetune.keys.source_text import (
     MISSING,
     FunctionNode,
     Scope,
+    arguments_of,
     body_of,
     definition_line,
     dotted,
@@ -58,7 +59,9 @@ def usage_in_callbacks(
         ("launch_metadata", option_of(jit, "launch_metadata"), {"position": 2}),
         ("repr", option_of(jit, "repr"), specialisation),
     ]
-    found = _layers_that_may_read(kernel)
+    found = Usage()
+    if others := [type(layer).__name__ for layer in layers(kernel) if not is_own(layer)]:
+        found.everything = f"{others[0]}, whose `run` is not Triton's own"
     heuristics = heuristics_below(kernel)
     for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
         found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
@@ -66,14 +69,6 @@ def usage_in_callbacks(
     for label, callback, arguments in callbacks:
         found.add(usage_in_callback(label, callback, **arguments))
     return found
-
-
-def _layers_that_may_read(kernel: Any) -> Usage:
-    """Return everything where the user's own code runs between the tuner and the jit function."""
-    for layer in layers(kernel):
-        if not is_own(layer):
-            return Usage(everything=f"{type(layer).__name__}, whose `run` is not Triton's own")
-    return Usage()
 
 
 def usage_in_callback(
@@ -97,23 +92,22 @@ def usage_in_callback(
     nodes = nodes_of(function) if function is not None else ()
     if function is None or not nodes:
         return Usage(everything=f"{label}, whose source is missing")
-    file = Path(function.__code__.co_filename).name
-    index = None if position is None else position + bound
+    label = f"{label} ({Path(function.__code__.co_filename).name}:{{}})"
     found = Usage()
     for node in nodes:
-        found.add(_usage_of_argument(f"{label} ({file}:{{}})", node, index, fields))
+        skipped = bound
+        if position is not None:
+            found.add(_usage_of_argument(label, node, bound + position, fields))
+            skipped += position + 1
         if by_name:
-            skipped = bound if index is None else index + 1
-            found.add(_usage_by_name(f"{label} ({file}:{{}})", node, skipped))
+            found.add(_usage_by_name(label, node, skipped))
     return found
 
 
 def _usage_of_argument(
-    label: str, node: FunctionNode, index: int | None, fields: tuple[str, ...] = ()
+    label: str, node: FunctionNode, index: int, fields: tuple[str, ...] = ()
 ) -> Usage:
     """Return the entries that a function reads of the dict that it gets at a position."""
-    if index is None:
-        return Usage()
     positional = [*node.args.posonlyargs, *node.args.args]
     if index >= len(positional):
         return Usage(everything=label.format(node.lineno))
@@ -183,7 +177,7 @@ def set_above(kernel: Any) -> set[str]:
     for value in _heuristics_above(jit, below=len(heuristics_below(kernel))):
         if isinstance(value, ast.Dict):
             names.update(str(key.value) for key in value.keys if isinstance(key, ast.Constant))
-        elif isinstance(known := Scope(function).value_of(dotted(value) or ""), dict):
+        elif isinstance(known := Scope(function).value_of(dotted(value)), dict):
             names.update(known)
     return names
 
@@ -206,18 +200,15 @@ def _heuristics_above(jit: Any, below: int) -> list[ast.expr]:
     text = "".join(lines[: definition_line(jit) - first])
     if text.count("heuristics") <= below:
         return []
-    module = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
+    tree = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
     decorators = [
         decorator
-        for node in (module.tree.body[:1] if module else [])
+        for node in tree.body[:1]
         for decorator in getattr(node, "decorator_list", [])
         if isinstance(decorator, ast.Call) and last_name(decorator.func) == "heuristics"
     ]
-    return [
-        value
-        for decorator in decorators[: len(decorators) - below]
-        for value in [*decorator.args, *(keyword.value for keyword in decorator.keywords)]
-    ]
+    above = decorators[: len(decorators) - below]
+    return [value for decorator in above for value in arguments_of(decorator)]
 
 
 def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Usage:
@@ -225,7 +216,7 @@ def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Us
     location = f"{Path(function.__code__.co_filename).name}:{{}}"
     if isinstance(value, ast.Lambda):
         return _usage_of_argument(f"{label} ({location})", value, 0)
-    known = Scope(function).value_of(dotted(value) or "")
+    known = Scope(function).value_of(dotted(value))
     if known is MISSING:
         return Usage(everything=f"{label} ({location.format(value.lineno)})")
     found = Usage()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from safetune.keys.source_text import (
     FRAME_READERS,
     MISSING,
     Scope,
+    arguments_of,
     children,
     dotted,
     is_foreign,
@@ -38,8 +39,8 @@ _POINTING = frozenset(
     {"make_block_ptr", "make_tensor_descriptor", "advance", "multiple_of", "max_contiguous", "cast"}
     | {"to", "broadcast_to"}
 )
-#: Atomic operations that give another result when they run again.
-_ACCUMULATING = frozenset(f"atomic_{name}" for name in ("add", "xor"))
+#: What a call does beside a store; these atomic operations give another result when they run again.
+_ACCESSES = {"load": "load", "atomic_add": "update", "atomic_xor": "update"}
 #: Attributes of a pointer that say nothing of what it points to.
 _OF_THE_TYPE = frozenset({"dtype", "type"})
 _ASSEMBLY = "inline_asm_elementwise"
@@ -47,14 +48,11 @@ _ASSEMBLY = "inline_asm_elementwise"
 
 def effects_of(kernel: Any) -> Effects:
     """Return what a kernel writes, through every jit function that it calls."""
-    jit, _ = base_function(kernel)
-    functions: dict[Any, _Function | None] = {}
-    root = _analysed(jit, functions)
-    if root is None or None in functions.values():
+    functions = _functions(kernel)
+    if not functions:
         return Effects(atomics=True, any_order=True)
-    known = [function for function in functions.values() if function is not None]
-    used = [used for function in known for used in function.atomics]
-    return Effects(bool(used), any(used), tuple(sorted(root.only_stored())))
+    used = [used for function in functions for used in function.atomics]
+    return Effects(bool(used), any(used), tuple(sorted(functions[0].only_stored())))
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,18 @@ class Accesses:
 
 def accesses_of(kernel: Any) -> Accesses:
     """Return how a kernel uses the memory of its arguments."""
-    functions: dict[Any, _Function | None] = {}
-    root = _analysed(base_function(kernel)[0], functions)
-    if root is None or None in functions.values():
+    root = next(iter(_functions(kernel)), None)
+    if root is None:
         return Accesses()
     return Accesses(root.accessed("load"), root.accessed("store"), root.updated())
+
+
+def _functions(kernel: Any) -> list[_Function]:
+    """Return a kernel and all that it calls; nothing where the text of one is not what runs."""
+    functions: dict[Any, _Function | None] = {}
+    _analysed(base_function(kernel)[0], functions)
+    found = [function for function in functions.values() if function is not None]
+    return found if len(found) == len(functions) else []
 
 
 def _analysed(jit: Any, functions: dict[Any, _Function | None]) -> _Function | None:
@@ -207,10 +212,7 @@ class _Function:
             case ast.IfExp(body=body, orelse=other):
                 return self._bases(body) | self._bases(other)
             case ast.Call(func=func) if last_name(func) in _POINTING and self._is_triton(func):
-                owner = self._owner(func)
-                given = [k.value for k in node.keywords if k.arg == "base"]
-                first = [owner] if owner is not None else [*node.args[:1], *given]
-                return set().union(*map(self._bases, first))
+                return set().union(*map(self._bases, self._pointer_of(node)))
         return set()
 
     def _pointers(self, node: ast.expr) -> set[str]:
@@ -226,10 +228,8 @@ class _Function:
             case ast.Tuple(elts=items):
                 return set().union(*map(self._pointers, items))
             case ast.Call(func=func) if last_name(func) in _POINTING and self._is_triton(func):
-                owner = self._owner(func)
-                first = [*([owner] if owner is not None else node.args[:1])]
-                first += [k.value for k in node.keywords if k.arg == "base" and not first]
-                for value in _values(node):
+                first = self._pointer_of(node)
+                for value in arguments_of(node):
                     if value not in first:
                         self._use(value)
                 return set().union(*map(self._pointers, first))
@@ -254,11 +254,10 @@ class _Function:
                     self._use(child)
 
     def _call(self, node: ast.Call, used: bool) -> None:
-        func, owner = node.func, self._owner(node.func)
+        func = node.func
         if self._is_atomic(node):
             self.atomics.append(used)
         callee = self._callee(func)
-        values = list(_values(node))
         accesses: list[tuple[str, set[str]]] = []
         if callee is not None:
             inner = _analysed(callee, self._functions)
@@ -268,31 +267,34 @@ class _Function:
             pointers = [value for name, value in bound if name in kept]
             accesses = self._accesses_of(inner, bound) if inner is not None else []
         elif last_name(func) == "store" and self._is_triton(func):
-            pointers = self._pointer_of(node, owner)
+            pointers = self._pointer_of(node)
         else:
             self._use(func)
             pointers = []
-            accesses = self._access(node, owner)
+            accesses = self._access(node)
         for pointer in pointers:
             self._stored |= self._pointers(pointer)
-        for value in values:
-            if not any(value is pointer for pointer in pointers):
+        for value in arguments_of(node):
+            if value not in pointers:
                 self._use(value)
         stored = [("store", self._bases(pointer)) for pointer in pointers if callee is None]
         self._accesses += accesses + stored
 
-    @staticmethod
-    def _pointer_of(node: ast.Call, owner: ast.expr | None) -> list[ast.expr]:
-        given = [k.value for k in node.keywords if k.arg == "pointer"]
-        return [owner] if owner is not None else [*node.args[:1], *given]
+    def _pointer_of(self, node: ast.Call) -> list[ast.expr]:
+        """Return what a call of Triton's points with: the owner of a method, or an argument."""
+        func = node.func
+        if isinstance(func, ast.Attribute) and self._value(func) is MISSING:
+            owner = self._value(func.value)
+            if not isinstance(owner, ModuleType):
+                return [func.value]
+        return [*node.args[:1], *(k.value for k in node.keywords if k.arg in ("base", "pointer"))]
 
-    def _access(self, node: ast.Call, owner: ast.expr | None) -> list[tuple[str, set[str]]]:
+    def _access(self, node: ast.Call) -> list[tuple[str, set[str]]]:
         """Return the memory access that a call of Triton's is."""
-        name = last_name(node.func)
-        kind = "load" if name == "load" else "update" if name in _ACCUMULATING else ""
-        if not kind or not self._is_triton(node.func):
+        kind = _ACCESSES.get(last_name(node.func))
+        if kind is None or not self._is_triton(node.func):
             return []
-        return [(kind, self._bases(p)) for p in self._pointer_of(node, owner)]
+        return [(kind, self._bases(p)) for p in self._pointer_of(node)]
 
     def _accesses_of(
         self, inner: _Function, bound: list[tuple[str, ast.expr]]
@@ -325,19 +327,7 @@ class _Function:
         function = value if inspect.isfunction(value) else getattr(value, "fn", None)
         return value is MISSING or (inspect.isfunction(function) and is_foreign(function))
 
-    def _owner(self, func: ast.expr) -> ast.expr | None:
-        """Return the object of a method call; None for a function of a module."""
-        if not isinstance(func, ast.Attribute) or self._value(func) is not MISSING:
-            return None
-        return None if isinstance(self._value(func.value), ModuleType) else func.value
-
     def _value(self, func: ast.expr) -> Any:
         name = dotted(func)
-        if name is None or name.partition(".")[0] in self._local:
-            return MISSING
-        return self._scope.value_of(name)
-
-
-def _values(node: ast.Call) -> Iterator[ast.expr]:
-    yield from node.args
-    yield from (keyword.value for keyword in node.keywords)
+        local = name.partition(".")[0] in self._local
+        return MISSING if local else self._scope.value_of(name)

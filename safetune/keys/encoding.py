@@ -10,8 +10,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from safetune.frozen import dataclass
 
@@ -138,22 +138,18 @@ def dumps(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def loads(text: str | bytes) -> Any:
-    """Return the plain data of a JSON text; raises `ValueError` for numbers that are not finite."""
-    return json.loads(text, parse_constant=not_finite, parse_float=finite)
+def loads(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the plain data of a JSON text; raises `ValueError` for numbers that are not finite.
+
+    `pairs` makes an object of its names and values, if not `dict`.
+    """
+    return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=pairs)
 
 
-def finite(text: str) -> float:
-    """Return the number in a JSON text; raises `ValueError` where it is too large for a float."""
-    number = float(text)
-    if not math.isfinite(number):
-        not_finite(text)
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is not a finite number")
     return number
-
-
-def not_finite(text: str) -> NoReturn:
-    """Raise `ValueError` for a number that is not finite."""
-    raise ValueError(f"{text[:20]} is not a finite number")
 
 
 def digest(data: Any) -> str:

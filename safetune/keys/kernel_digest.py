@@ -112,7 +112,13 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     """
     jit, function = base_function(kernel)
     graph, everything = _whole(kernel, around)
-    graph.warn_if_cut(function.__name__)
+    if graph.is_cut:
+        warn(
+            f"{function.__name__} and its hooks refer to more than {MOST_VALUES:,} values; the "
+            "rest does not count in its identity, so a stored choice stays in use after a change "
+            "of them. Use a hook or heuristic that holds less",
+            SettingWarning,
+        )
     return KernelIdentity(
         name=function.__name__,
         digest=encoding.digest(everything),
@@ -203,16 +209,6 @@ class _Graph:
     def is_cut(self) -> bool:
         """Whether there were too many values to count them all."""
         return self._values > MOST_VALUES
-
-    def warn_if_cut(self, kernel: str) -> None:
-        """Warn if there were too many values to count them all."""
-        if self.is_cut:
-            warn(
-                f"{kernel} and its hooks refer to more than {MOST_VALUES:,} values; the "
-                "rest does not count in its identity, so a stored choice stays in use after a "
-                "change of them. Use a hook or heuristic that holds less",
-                SettingWarning,
-            )
 
     def _plain(self, value: Any) -> Any:
         encoded = encoding.encode(value)

@@ -7,7 +7,6 @@ all the same, where it stands for another value; such a name is kept as far as l
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from safetune import forks
 from safetune.frozen import dataclass
 from safetune.isolation import backend
 from safetune.keys import kernel_digest
@@ -209,26 +209,26 @@ class KernelFacts:
         text = source_lines(jit)[0]  # with the decorators above
         return [digest, files, self.file, self.line, annotations, sorted(self._set_below), text]
 
-    @functools.cached_property
+    @forks.cached_property
     def _set(self) -> set[str]:
         from safetune.keys.callback_usage import set_above
 
         return self._set_below.union(set_above(self.kernel))
 
-    @functools.cached_property
+    @forks.cached_property
     def _around(self) -> Usage:
         from safetune.keys.callback_usage import usage_in_callbacks
 
         return usage_in_callbacks(self.kernel, self._configs, **self._callbacks)
 
-    @functools.cached_property
+    @forks.cached_property
     def launches(self) -> list[Launch]:
         """The launches in the text of the kernel's package."""
         from safetune.keys.launches import launches_of
 
         return launches_of(self.kernel)
 
-    @functools.cached_property
+    @forks.cached_property
     def _grids(self) -> Usage:
         from safetune.keys.launch_usage import usage_in_grids
 
@@ -256,7 +256,7 @@ class KernelFacts:
     def _by_name(self, name: str, keep: Sequence[str], policy: PhantomPolicy) -> NameReport | None:
         """Return the class of a name; None where nothing reads it, or asks to keep it."""
         if name not in self.parameters:
-            return NameReport(name, NameKind.UNKNOWN, "not a parameter of the kernel")
+            return NameReport(name, NameKind.UNKNOWN, "not a parameter of the kernel; dropped")
         reader = self.reader_of(name)
         if reader:
             return NameReport(name, NameKind.READ, f"read by {reader}")
@@ -306,7 +306,7 @@ class KernelFacts:
             return NameKind.SIZE, f"made of {sizes}, which may decide a tile of tl.dot"
         return NameKind.PHANTOM, f"made of {sizes}, but the kernel has no tl.dot"
 
-    @functools.cached_property
+    @forks.cached_property
     def _multiplies_matrices(self) -> bool:
         return multiplies_matrices(self.kernel)
 

@@ -15,7 +15,6 @@ import ast
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from safetune.keys.body_usage import Usage
 from safetune.keys.callback_usage import usage_of_dict
@@ -23,6 +22,7 @@ from safetune.keys.launches import Launch, Scopes, walk_hosts
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
+    arguments_of,
     body_of,
     children,
     dotted,
@@ -121,9 +121,9 @@ class LaunchArguments:
         NB = f(T) and BS = g(T) are not made of each other, BS = f(NB) is made of NB.
         """
         for launch, arguments in self._passed:
-            values = self._texts(launch, arguments, name, whole=False)
+            values = texts_of(arguments.get(name), launch.scopes, whole=False)
             for other in others:
-                if values & self._texts(launch, arguments, other, whole=True):
+                if values & texts_of(arguments.get(other), launch.scopes, whole=True):
                     return f"{other}, which the key lacks, is made of it at {launch.location}"
         return ""
 
@@ -132,8 +132,8 @@ class LaunchArguments:
         for launch, arguments in self._passed:
             if name not in arguments:
                 continue
-            texts = [self._texts(launch, arguments, other, whole=False) for other in given]
-            known = set[str]().union(*texts)
+            others = [texts_of(arguments.get(n), launch.scopes, whole=False) for n in given]
+            known = set[str]().union(*others)
             left = [
                 ast.unparse(size)
                 for size in sizes_in(arguments[name], launch.scopes)
@@ -143,17 +143,11 @@ class LaunchArguments:
                 return f"{', '.join(left)} at {launch.location}"
         return ""
 
-    @staticmethod
-    def _texts(launch: Launch, arguments: dict[str, Any], name: str, whole: bool) -> set[str]:
-        if name not in arguments:
-            return set()
-        return texts_of(arguments[name], launch.scopes, whole)
 
-
-def texts_of(expression: ast.AST, scopes: Scopes, whole: bool) -> set[str]:
+def texts_of(expression: ast.AST | None, scopes: Scopes, whole: bool) -> set[str]:
     """Return the text of the values that equal `expression`; if `whole`, of its parts too."""
     found: set[str] = set()
-    stack = [expression]
+    stack = [expression] if expression else []
     while stack:
         value = stack.pop()
         for node in walk(value) if whole else [value]:
@@ -211,7 +205,7 @@ def _parts(node: ast.AST, scopes: Scopes) -> list[ast.AST] | None:
                 return []
             owner = [function.value] if isinstance(function, ast.Attribute) else []
             own = [each for each in owner if not _is_imported(each, scopes)]
-            return [*own, *node.args, *(keyword.value for keyword in node.keywords)]
+            return [*own, *arguments_of(node)]
     if isinstance(node, _NO_SIZES):
         return []
     if isinstance(node, _MADE_OF_PARTS):
@@ -221,7 +215,7 @@ def _parts(node: ast.AST, scopes: Scopes) -> list[ast.AST] | None:
 
 def _is_imported(node: ast.AST, scopes: Scopes) -> bool:
     """Whether an expression is a dotted name that begins with an imported one."""
-    values = bindings((dotted(node) or "").partition(".")[0], scopes)
+    values = bindings(dotted(node).partition(".")[0], scopes)
     return any(isinstance(value, ast.alias) for value in values)
 
 

@@ -22,11 +22,12 @@ from safetune.keys.kernel_digest import base_function
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
+    arguments_of,
     children,
     dotted,
+    file_text,
     files_in,
     last_name,
-    module_text,
     package_of,
     parse,
     tree_of,
@@ -105,8 +106,7 @@ def _texts(kernel: Any) -> Iterator[tuple[str, str, frozenset[str]]]:
     """Yield (file, text, names of the kernel) of the modules that may launch a kernel."""
     _, function = base_function(kernel)
     file, name = function.__code__.co_filename, function.__name__
-    if module := module_text(function):
-        yield file, module.text, frozenset([name])
+    yield file, file_text(function), frozenset([name])
     for path, names in importers(file, name).items():
         yield str(path), path.read_text(encoding="utf-8", errors="replace"), frozenset(names)
 
@@ -118,14 +118,13 @@ def _is_mentioned(text: str, names: Collection[str]) -> bool:
 
 
 def _is_handed_on(text: str, names: Collection[str]) -> bool:
-    module = parse(text)
     known = [launch.target for launch in _launches(text)]
     known += [value for value, _ in _names_assigned(text)]
     followed = {id(part) for value in known for part in walk(value)}
-    for node in walk(module.tree) if module else ():
+    for node in walk(parse(text)):
         parts: Sequence[ast.AST | None] = ()
         if isinstance(node, ast.Call) and id(node) not in followed:
-            parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+            parts = arguments_of(node)
         elif isinstance(node, (ast.Return, ast.Yield)):
             parts = [node.value]
         if any(part is not None and _is_one_of(part, names) for part in parts):
@@ -136,8 +135,8 @@ def _is_handed_on(text: str, names: Collection[str]) -> bool:
 @functools.lru_cache(KEPT_TREES)
 def _launches(text: str) -> tuple[Launch, ...]:
     """Every launch in a module: `k[grid](...)`, `k[grid]`, and calls with `grid=`."""
-    module = parse(text)
-    return tuple(_find_launches(module.tree, (module.tree,))) if module else ()
+    tree = parse(text)
+    return tuple(_find_launches(tree, (tree,)))
 
 
 def _find_launches(node: ast.AST, scopes: Scopes) -> Iterator[Launch]:
@@ -184,7 +183,7 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
             return last_name(node) in names
         case ast.Call(func=function):
             owner = function.value if isinstance(function, ast.Attribute) else function
-            parts = [owner, *node.args, *(keyword.value for keyword in node.keywords)]
+            parts = [owner, *arguments_of(node)]
         case ast.IfExp():
             parts = [node.body, node.orelse]
         case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
@@ -212,9 +211,8 @@ def _aliases(text: str, imported: frozenset[str]) -> set[str]:
 @functools.lru_cache(KEPT_TREES)
 def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
     """Return the values that a module assigns to names, except for results of a launch."""
-    module = parse(text)
     found = []
-    for node in walk_hosts(module.tree) if module else ():
+    for node in walk_hosts(parse(text)):
         match node:
             case ast.Assign(targets=targets, value=value):
                 pass

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
+from safetune import forks
 from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
 from safetune.keys.body_usage import calls_followed
@@ -25,7 +26,7 @@ from safetune.messages import logger
 from safetune.settings import PhantomPolicy
 
 #: Two threads that need the classes first would warn twice.
-_one_at_a_time = threading.RLock()
+_one_at_a_time = forks.lock(threading.RLock)
 
 
 #: (read, argument, value): `read(argument)` was `value`.

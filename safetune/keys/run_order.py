@@ -14,6 +14,7 @@ from safetune.keys.source_text import (
     FRAME_READERS,
     FunctionNode,
     Use,
+    arguments_of,
     body_of,
     children,
     dotted,
@@ -99,7 +100,7 @@ class _FreeNames(RunOrder):
             self.free.append(name)
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Attribute) and (name := dotted(node)) is not None:
+        if isinstance(node, ast.Attribute) and (name := dotted(node)):
             if name.partition(".")[0] not in self.bound:
                 self.free.append(node)
         elif isinstance(node, ast.For):
@@ -133,21 +134,11 @@ def _slots(call: ast.Call) -> Iterator[tuple[int | str, ast.expr]]:
 
 def parameter_lines(node: FunctionNode) -> dict[str, int]:
     """Return the first line that reads each parameter of `node`."""
-    visitor = _ParameterUse(node)
-    visitor.visit_all(body_of(node))
-    lines: dict[str, int] = {}
-    for use in visitor.uses:
-        lines.setdefault(use.parameter, use.line)
-    return lines
+    return {use.parameter: use.line for use in reversed(uses_of(node))}
 
 
-def uses_of(node: ast.AST) -> list[Use] | None:
-    """Return how a function uses its parameters, in the order in which its text runs.
-
-    None for a text that is not a function's.
-    """
-    if not isinstance(node, ast.FunctionDef):
-        return None
+def uses_of(node: FunctionNode) -> list[Use]:
+    """Return how a function uses its parameters, in the order in which its text runs."""
     visitor = _ParameterUse(node)
     visitor.visit_all(body_of(node))
     return visitor.uses
@@ -205,11 +196,11 @@ class _ParameterUse(RunOrder):
 
     def _visit_call(self, node: ast.Call) -> None:
         self.visit(node.func)
-        callee = dotted(node.func) or ""
+        callee = dotted(node.func)
         if callee.partition(".")[0] in self._local:
             callee = ""
         slots = {id(value): slot for slot, value in _slots(node)}
-        for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+        for value in arguments_of(node):
             if (
                 isinstance(value, ast.Name)
                 and value.id in self._tracked - self.bound - FRAME_READERS

@@ -20,8 +20,6 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
-from safetune.frozen import dataclass
-
 #: Builtins that see every local variable.
 FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 
@@ -224,34 +222,19 @@ def _standard_library() -> tuple[str, ...]:
     return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
 
 
-@dataclass(frozen=True)
-class ModuleText:
-    """One file: its text and its tree."""
-
-    text: str
-    tree: ast.Module
-
-    def segment(self, node: ast.AST) -> str:
-        """Return the text of `node`, dedented, without its decorators."""
-        if isinstance(node, ast.Lambda):
-            return ast.get_source_segment(self.text, node) or ""
-        lines = self.text.splitlines()[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
-        return textwrap.dedent("\n".join(lines))
+def segment(text: str, node: FunctionNode) -> str:
+    """Return the text of a function in a file's text, dedented, without its decorators."""
+    if isinstance(node, ast.Lambda):
+        return ast.get_source_segment(text, node) or ""
+    return textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
 
 
-def module_text(function: FunctionType) -> ModuleText | None:
-    """Return the file that defines `function`; None if no file can be found and parsed."""
-    text = file_text(function)
-    return parse(text) if text else None
-
-
-@functools.lru_cache(KEPT_TREES)
-def parse(text: str) -> ModuleText | None:
-    """Return the tree of `text`, or None where it is not Python."""
+def parse(text: str) -> ast.Module:
+    """Return the tree of `text`; an empty one where it is not Python."""
     try:
-        return ModuleText(text, tree_of(text))
+        return tree_of(text)
     except (SyntaxError, ValueError):
-        return None
+        return ast.Module([], [])
 
 
 @functools.lru_cache(KEPT_TREES)
@@ -272,15 +255,12 @@ def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
 
     More than one where lambdas on one line cannot be told apart; none where the source is missing.
     """
-    module = module_text(function)
-    if module is None:
-        return ()
     code = function.__code__
     names, *stars = inspect.getargs(code)
     expected = (*names, *filter(None, stars))
     found = tuple(
         node
-        for node in _functions_by_line(module.text).get(code.co_firstlineno, ())
+        for node in _functions_by_line(file_text(function)).get(code.co_firstlineno, ())
         if getattr(node, "name", "<lambda>") == code.co_name and parameters(node) == expected
     )
     if len(found) > 1:
@@ -290,9 +270,8 @@ def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
 
 @functools.lru_cache(KEPT_TREES)
 def _functions_by_line(text: str) -> dict[int, list[FunctionNode]]:
-    module = parse(text)
     found: dict[int, list[FunctionNode]] = {}
-    for node in walk(module.tree) if module else ():
+    for node in walk(parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
@@ -326,19 +305,21 @@ def compiles_to(node: FunctionNode, code: CodeType) -> bool:
     return any(isinstance(c, CodeType) and code_record(c) == record for c in around.co_consts)
 
 
-def dotted(node: ast.AST) -> str | None:
-    """Return a dotted name as text, such as `a.b.c`; None for any other expression."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        owner = dotted(node.value)
-        return None if owner is None else f"{owner}.{node.attr}"
-    return None
+def dotted(node: ast.AST) -> str:
+    """Return a dotted name as text, such as `a.b.c`; an empty one for any other expression."""
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def last_name(node: ast.AST) -> str:
     """Return `c` for the expression `a.b.c`, "" for any expression but a name or attribute."""
     return str(getattr(node, "attr", None) or getattr(node, "id", ""))
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """Return all arguments of a call, those by keyword last."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def body_of(node: FunctionNode) -> list[ast.AST]:

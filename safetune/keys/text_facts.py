@@ -6,6 +6,7 @@ is noted beside the kernels that Triton has compiled.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -29,9 +30,9 @@ from safetune.keys.source_text import (
     dotted,
     file_text,
     files_in,
-    module_text,
     nodes_of,
     package_of,
+    segment,
     source_of,
     tree_of,
 )
@@ -65,9 +66,11 @@ def _read(text: str) -> list[Any]:
     from safetune.keys import run_order
 
     tree = tree_of(f"({text})" if text.startswith("lambda") else text)
-    names = sorted({str(dotted(node)) for node in run_order.free_names(tree)})
-    uses = run_order.uses_of(tree.body[0]) if len(tree.body) == 1 else None
-    return [names, uses]
+    names = sorted({dotted(node) for node in run_order.free_names(tree)})
+    match tree.body:
+        case [ast.FunctionDef() as function]:
+            return [names, run_order.uses_of(function)]
+    return [names, None]
 
 
 def text_of(jit: Any, function: FunctionType) -> str | None:
@@ -89,10 +92,9 @@ def _file_digest(text: str) -> str:
 
 
 def _found_text(function: FunctionType) -> str | None:
-    module = module_text(function)
-    nodes = nodes_of(function)
-    found = [node for node in nodes if compiles_to(node, function.__code__)]
-    return "\n".join(module.segment(node) for node in found) if module and found else None
+    text = file_text(function)
+    found = [node for node in nodes_of(function) if compiles_to(node, function.__code__)]
+    return "\n".join(segment(text, node) for node in found) if found else None
 
 
 def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:

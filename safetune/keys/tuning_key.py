@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from safetune import triton_internals
+from safetune import forks, triton_internals
 from safetune.errors import BackendError, InvalidSetting, NoDevice
 from safetune.frozen import dataclass
 from safetune.isolation import backend
@@ -19,6 +19,9 @@ from safetune.keys import encoding
 
 #: The device, back end and target of kernels in Triton's interpreter.
 INTERPRETER = "interpreter"
+
+#: The parts of a key that distinguish the calls of one kernel.
+CALL = ("values", "dtypes", "options")
 
 #: What a bucket may be, beside a dtype: equal values of these are the same in every process.
 _PLAIN = frozenset({int, bool, str, float})
@@ -89,7 +92,7 @@ class Device:
         """Return the fields as plain JSON data."""
         return asdict(self)
 
-    @functools.cached_property
+    @forks.cached_property
     def digest(self) -> str:
         """The device's identity in the store."""
         return encoding.digest(self.record())
@@ -138,18 +141,14 @@ class TuningKey:
             kernel=kernel,
             device=Device(**device),
             toolchain=Toolchain(**{**toolchain, "environment": environment}),
-            **{part: tuple(map(tuple, call[part])) for part in ("values", "dtypes", "options")},
+            **{part: tuple(map(tuple, call[part])) for part in CALL},
         )
 
     def record(self) -> dict[str, Any]:
         """Return what distinguishes calls of one kernel, as plain JSON data."""
-        return {
-            "values": [list(pair) for pair in self.values],
-            "dtypes": [list(pair) for pair in self.dtypes],
-            "options": [list(pair) for pair in self.options],
-        }
+        return {part: [list(pair) for pair in getattr(self, part)] for part in CALL}
 
-    @functools.cached_property
+    @forks.cached_property
     def digest(self) -> str:
         """The key's identity in the store."""
         return key_digest(

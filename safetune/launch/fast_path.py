@@ -169,20 +169,27 @@ class FastPath:
         grid: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        watched: Callable[[], Any],
+        watch: tuple[Any, Any, Any],
+        offsets: Mapping[int, int],
     ) -> Callable[..., Any] | None:
         """Return a launch that is known as a function of its first arguments, tensors or None.
 
         The function takes arguments up to the last tensor, and launches what this call launches, on
         the same grid. The caller answers for it that they have the dtypes and the device of the
-        first ones. It returns None where `watched` does, or anything else that a launch depends on
-        has changed, an address is not a multiple of 16, or another device is current.
+        first ones. It returns None where launches are observed, or anything that a launch depends
+        on has changed, an address is not a multiple of 16, or another device is current.
+
+        Args:
+            watch: whose `active` says whether launches are observed; a class, and the `run` that it
+                has unless a tool has replaced it.
+            offsets: by an argument's place, how many bytes from the start of the tensor that the
+                function gets there is what is launched on.
         """
-        if not self._source.can_be_bound:
+        if not self._source.can_be_bound or self.in_the_way():
             return None
-        if "bind" not in self._names:
-            exec(_compiled(self._source.bound_text()), self._names)
-        return self._names["bind"](grid, args, kwargs, watched)  # type: ignore[no-any-return]
+        made: dict[str, Any] = {}
+        exec(_compiled(self._source.bound_text(offsets)), self._names, made)
+        return made["bind"](grid, args, kwargs, *watch)  # type: ignore[no-any-return]
 
     def _by_triton(
         self,

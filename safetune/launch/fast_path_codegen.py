@@ -92,7 +92,7 @@ def launch(grid, a, k):
         return None
     if {self._refused}:
         return None
-{self._unpack()}
+{self._unpack(asked=self._others)}
     key = {self._key()}
 {self._set_by_heuristics()}
     found = known.get(key)
@@ -115,15 +115,18 @@ def launch(grid, a, k):
     return kernel
 """
 
-    def bound_text(self) -> str:
+    def bound_text(self, offsets: Mapping[int, int]) -> str:
         """Return the code of `bind`: see `FastPath.bind`."""
         # Those after the last tensor are None, as in every call of this kind.
         given = ", ".join(f"v{i}" for i in range(max(self._tensors) + 1))
-        addresses = "\n".join(f"            p{i} = v{i}.data_ptr()" for i in self._tensors)
+        places = {i: f" + {offsets[i]}" if i in offsets else "" for i in self._tensors}
+        addresses = "\n".join(
+            f"            p{i} = v{i}.data_ptr(){place}" for i, place in places.items()
+        )
         device = "\n".join(f"        {line}" for line in _DEVICE)
         every = " | ".join(f"p{i}" for i in self._tensors)
         return f"""
-def bind(grid, a, k, watched):
+def bind(grid, a, k, observers, owner, own_run):
 {self._unpack()}
     found = known.get({self._key()})
     if found is None or ({every}) & 15:
@@ -140,7 +143,9 @@ def bind(grid, a, k, watched):
     def launch({given}, *absent):
         if {triton_launch.in_the_way()}:
             return None
-        if {self._refused} or state["_launches"] is not launches or watched():
+        if {self._refused} or state["_launches"] is not launches:
+            return None
+        if observers.active or owner.run is not own_run:
             return None
         try:
 {addresses}
@@ -271,7 +276,17 @@ def bind(grid, a, k, watched):
         # As an integer: Triton would ask the driver whether a tensor's address is a device's.
         return f"p{index}" if index in self._tensors else f"v{index}"
 
-    def _unpack(self) -> str:
+    @property
+    def _first(self) -> int:
+        """The tensor whose device is part of the key."""
+        return min(self._tensors, key=lambda i: self._present.index(self._names[i]))
+
+    @property
+    def _others(self) -> list[int]:
+        return [i for i in self._tensors if i != self._first]
+
+    def _unpack(self, asked: Sequence[int] | None = None) -> str:
+        """Write what reads the arguments; by default, each tensor is asked whether to."""
         lines = []
         if self._positional:
             lines.append("".join(f"v{i}, " for i in range(self._positional)) + "= a")
@@ -281,8 +296,10 @@ def bind(grid, a, k, watched):
             if i >= self._positional and self._given(name)
         ]
         if self._tensors:
-            off = " and ".join(f"v{i}.{ON_DEVICE}" for i in self._tensors)
-            lines += [f"if not ({off}):", "    return None"]
+            on = " and ".join(
+                f"v{i}.{ON_DEVICE}" for i in (self._tensors if asked is None else asked)
+            )
+            lines += [f"if not ({on}):", "    return None"] if on else []
             lines.append("try:")
             lines += [f"    p{i} = v{i}.data_ptr()" for i in self._tensors]
             lines += ["except RuntimeError:  # one of torch.vmap's", "    return None"]
@@ -292,10 +309,9 @@ def bind(grid, a, k, watched):
     def _key(self) -> str:
         parts = ["device", *self._parts, *(f"v{i}.dtype" for i in self._tensors)]
         if self._tensors:
-            first = min(self._tensors, key=lambda i: self._present.index(self._names[i]))
             each = "".join(f"not p{i} & 15, " for i in self._tensors)
             every = " | ".join(f"p{i}" for i in self._tensors)
-            parts += [f"v{first}.get_device()", f"({every}) & 15 and ({each})"]
+            parts += [f"v{self._first}.get_device()", f"({every}) & 15 and ({each})"]
         return f"({', '.join(parts)},)"
 
 

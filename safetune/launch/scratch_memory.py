@@ -10,19 +10,18 @@ launches only.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from safetune import triton_launch
+from safetune import forks, triton_launch
 from safetune.isolation import backend
 
 #: The least alignment of an allocation, whichever allocator torch uses: that of cudaMalloc.
 _BASE_ALIGNMENT = 256
 _MOST_ALIGNMENT = 4096
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _observers: list[list[int]] = []
 
 #: The largest request so far, by device. `safetune.graph` reserves as much for a capture.

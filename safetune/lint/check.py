@@ -7,14 +7,16 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from platform import python_version
 
 from safetune.errors import InvalidSetting
 from safetune.isolation import backend
 from safetune.keys.text_facts import without_notes
 from safetune.lint.frames import File, Files
-from safetune.lint.interpret import Interpreter
+from safetune.lint.interpret import run_module
 from safetune.lint.rules import DEFAULT, Finding, findings_of
 from safetune.lint.tuners import MENTION, Tuner, tuners_in
+from safetune.messages import logger
 
 #: `# safetune: ignore`, and with the rules that are ignored.
 _IGNORE = re.compile(r"#\s*safetune:\s*ignore(?:\[([^\]]*)\])?")
@@ -53,13 +55,16 @@ def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
 
 
 def _tuners(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
-    interpreter = Interpreter()
-    files = Files(interpreter.run_module)
+    files = Files(run_module)
     with warnings.catch_warnings(), backend.no_collection(), without_notes():
         warnings.simplefilter("ignore")  # of the compiler, about the text of others
         for path in python_files(paths):
-            file = files.file(path.resolve()) if _mentions(path) else None
-            for tuner in tuners_in(file, interpreter) if file else ():
+            if not _mentions(path):
+                continue
+            file = files.file(path.resolve())
+            if file is None:
+                logger.warning("%s is left out: Python %s cannot read it", path, python_version())
+            for tuner in tuners_in(file) if file else ():
                 yield path, tuner
         # The trees count as old, so the collector does not walk them when it goes on.
         gc.freeze()

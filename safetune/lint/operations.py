@@ -143,5 +143,32 @@ def known_call(name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
 def _combined(name: str, lists: list[Items], keywords: dict[str, Any]) -> Items:
     make: Any = {"product": itertools.product, "zip": zip, "enumerate": enumerate}[name]
     complete = all(each.complete for each in lists) and not keywords
+    if name == "enumerate":
+        lists = lists[:1]  # a number to begin with makes it incomplete
     found = itertools.islice(make(*lists), LONGEST)
     return Items(map(Items, found), complete)
+
+
+def method(owner: Any, name: str, args: list[Any], unsure: bool) -> Any:
+    """Return what a method of a list or dict gives, which it may change; perhaps `unsure`."""
+    if isinstance(owner, Items):
+        if name in ("append", "extend", "add", "update", "insert"):
+            one = name in ("append", "add", "insert")
+            extend(owner, Items(args[-1:]) if one else items_of(args[-1]))
+            owner.complete = owner.complete and not unsure
+            return None
+        if name == "copy":
+            return Items(owner, owner.complete)
+        owner.complete = False  # it may have been changed
+        return UNKNOWN
+    if name == "items":
+        return Items(Items(pair) for pair in owner.items())
+    if name in ("keys", "values"):
+        return Items(getattr(owner, name)())
+    if name == "copy":
+        return dict(owner)
+    if name == "get" and args and isinstance(args[0], str):
+        return owner.get(args[0], args[1] if args[1:] else None)
+    if name == "update" and args and isinstance(args[0], dict):
+        owner.update(args[0])
+    return UNKNOWN

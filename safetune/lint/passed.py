@@ -12,6 +12,7 @@ from safetune.keys.launch_usage import bindings, followed, sizes_in, texts_of
 from safetune.keys.launches import Launch, Scopes
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import FunctionNode, children, last_name, parameters, walk
+from safetune.lint.frames import arguments, defaults
 
 #: Attributes of a tensor that Triton's key has, or that a process has one of.
 _COVERED = frozenset({"device", "dtype", "element_size", "itemsize"})
@@ -73,18 +74,15 @@ class Passed:
         dtype = "attr='dtype'"
         return any(
             dtype in text
-            for launch, given in self._shown
-            if name in given
-            for text in texts_of(given[name], launch.scopes, whole=True)
+            for launch, _, value in self._passed_for(name)
+            for text in texts_of(value, launch.scopes, whole=True)
         )
 
     def difference(self, name: str, key: Sequence[str]) -> Difference | None:
         """Return what can differ in the values of a parameter where those of the key are equal."""
         constants = set[str]()
-        for launch, given in self._shown:
-            if name not in given:
-                continue
-            value, scopes = given[name], launch.scopes
+        for launch, given, value in self._passed_for(name):
+            scopes = launch.scopes
             leaves = self._leaves(value, scopes)
             known = set[str]().union(
                 *(texts_of(given[each], scopes, whole=False) for each in key if each in given)
@@ -107,11 +105,16 @@ class Passed:
 
     def length(self, name: str) -> str:
         """Return the length that launches pass for a parameter, or "": it has many values."""
-        for launch, given in self._shown if name not in self._tested else ():
-            if name in given and not _FIXED.search(name):
-                for leaf in _lengths(given[name], launch.scopes):
-                    return f"{ast.unparse(given[name])}, made of {leaf}, at {launch.location}"
+        if name in self._tested or _FIXED.search(name):
+            return ""
+        for launch, _, value in self._passed_for(name):
+            for leaf in _lengths(value, launch.scopes):
+                return f"{ast.unparse(value)}, made of {leaf}, at {launch.location}"
         return ""
+
+    def _passed_for(self, name: str) -> Iterator[tuple[Launch, dict[str, ast.expr], ast.expr]]:
+        """Yield the launches that pass a parameter, with all their arguments, and its value."""
+        return ((launch, given, given[name]) for launch, given in self._shown if name in given)
 
     def same(
         self, loaded: frozenset[str], stored: frozenset[str]
@@ -244,18 +247,12 @@ def _is_boolean(value: ast.AST, scopes: Scopes, depth: int = 4) -> bool:
 def _declared(name: str, scopes: Scopes) -> bool | None:
     """Whether a parameter of a function around is a bool; None where it is not a parameter."""
     for scope in scopes:
-        if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            args = [*scope.args.posonlyargs, *scope.args.args]
-            defaults = dict(
-                zip([a.arg for a in reversed(args)], reversed(scope.args.defaults), strict=False)
-            )
-            pairs = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
-            defaults.update((a.arg, d) for a, d in pairs if d is not None)
-            for arg in [*args, *scope.args.kwonlyargs]:
-                if arg.arg == name:
-                    default = defaults.get(name)
-                    is_bool = isinstance(default, ast.Constant) and isinstance(default.value, bool)
-                    return is_bool or last_name(arg.annotation or scope) == "bool"
+        if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if arg := arguments(scope).get(name):
+            default = defaults(scope).get(name)
+            is_bool = isinstance(default, ast.Constant) and isinstance(default.value, bool)
+            return is_bool or last_name(arg.annotation or scope) == "bool"
     return None
 
 

@@ -11,6 +11,7 @@ from safetune.frozen import dataclass
 from safetune.keys.effects import accesses_of
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, NameReport, report_of
 from safetune.keys.source_text import parameters, walk
+from safetune.lint.frames import arguments
 from safetune.lint.passed import INTEGERS, Passed
 from safetune.lint.repeats import same_again
 from safetune.lint.tiles import SMALLEST, least_shared_memory, looped_tiles
@@ -139,9 +140,7 @@ def _in_key(tuner: Tuner, name: str) -> ast.AST:
 
 
 def _parameter(tuner: Tuner, name: str) -> ast.AST:
-    args = tuner.function.args
-    named = [*args.posonlyargs, *args.args, *args.kwonlyargs]
-    return next((arg for arg in named if arg.arg == name), tuner.function)
+    return arguments(tuner.function).get(name, tuner.function)
 
 
 def _missing(tuner: Tuner, report: KeyReport, missing: Sequence[str], passed: Passed) -> _Found:
@@ -180,8 +179,7 @@ def _in_place(tuner: Tuner, passed: Passed) -> _Found:
     restored, zeroed = tuner.names("restore_value"), tuner.names("reset_to_zero")
     if restored is None or zeroed is None or tuner.options.get("pre_hook") is not None:
         return
-    hooked = [c for c in tuner.configs if isinstance(c, WrittenConfig) and c.pre_hook is not None]
-    if hooked:
+    if any(config.pre_hook is not None for config in tuner.written):
         return
     handled = {*restored, *zeroed}
     accesses = accesses_of(tuner.kernel)
@@ -199,24 +197,19 @@ def _in_place(tuner: Tuner, passed: Passed) -> _Found:
 
 def _twice(tuner: Tuner) -> _Found:
     seen: set[Any] = set()
-    for config in tuner.configs if tuner.configs.complete else ():
-        identity = config.identity if isinstance(config, WrittenConfig) else None
-        if identity is None:
-            continue
-        if identity in seen:
+    for config in tuner.written if tuner.configs.complete else ():
+        identity = config.identity
+        if identity is not None and identity in seen:
             yield "twice", _config_place(tuner, config), f"config {config} is listed twice"
         seen.add(identity)
 
 
 def _too_large(tuner: Tuner) -> _Found:
-    if not tuner.configs or not tuner.configs.complete:
+    if not tuner.configs.complete or len(tuner.written) < len(tuner.configs):
         return
     loops = looped_tiles(tuner.function)
-    needed = [
-        least_shared_memory(loops, config) if isinstance(config, WrittenConfig) else 0
-        for config in tuner.configs
-    ]
-    if min(needed) > SMALLEST:
+    needed = [least_shared_memory(loops, config) for config in tuner.written]
+    if min(needed, default=0) > SMALLEST:
         message = (
             f"every config needs at least {min(needed):,} bytes of shared memory with elements of "
             f"two bytes; an RTX 3090, 4090 or 5090 has {SMALLEST:,}, the least of the supported "

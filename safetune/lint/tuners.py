@@ -13,8 +13,7 @@ from safetune.keys.source_text import children, dotted, last_name, walk
 from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, WrittenLayer
 from safetune.keys.written_key import WrittenKey, buckets_of
 from safetune.lint.frames import File, Frame
-from safetune.lint.interpret import Interpreter
-from safetune.lint.kernels import base_of, decorated
+from safetune.lint.interpret import base_of, decorated, run_around, value_of, values_passed
 from safetune.lint.values import UNKNOWN, Items, WrittenConfig
 
 #: What a file with a tuner has in its text.
@@ -48,8 +47,13 @@ class Tuner:
     @property
     def is_safetunes(self) -> bool:
         """Whether safetune's own decorator is written."""
-        owner = dotted(self.decorator.func) or ""
+        owner = dotted(self.decorator.func)
         return "safetune" in owner or getattr(self.frame.get(owner), "__name__", "") == "safetune"
+
+    @property
+    def written(self) -> list[WrittenConfig]:
+        """The configs that the text tells."""
+        return [config for config in self.configs if isinstance(config, WrittenConfig)]
 
     def names(self, option: str) -> tuple[str, ...] | None:
         """Return the names in an option such as `restore_value`; None where they are not known."""
@@ -76,53 +80,52 @@ class Tuner:
         """Return what is known of the kernel."""
         prune = self.options.get("prune_configs_by")
         callbacks = {name: self.options.get(name) for name in ("pre_hook", "post_hook")}
-        configs = [config for config in self.configs if isinstance(config, WrittenConfig)]
         known = {"prune_configs_by": prune if isinstance(prune, Mapping) else None}
         if prune is not None and not known["prune_configs_by"]:
             known["prune_configs_by"] = {"perf_model": UNKNOWN}  # it may read anything
-        return KernelFacts(self.kernel, configs, {**known, **callbacks})
+        return KernelFacts(self.kernel, self.written, {**known, **callbacks})
 
 
-def tuners_in(file: File, interpreter: Interpreter) -> Iterator[Tuner]:
+def tuners_in(file: File) -> Iterator[Tuner]:
     """Yield the tuners in a file, in the order of its lines."""
-    tree = file.text.tree
+    tree = file.tree
     if any(isinstance(node, ast.Call) and _is_tuner(node) for node in walk(tree)):
-        yield from _below(tree, file.frame, interpreter)
+        yield from _below(tree, file.frame)
 
 
-def _below(node: ast.AST, frame: Frame, interpreter: Interpreter) -> Iterator[Tuner]:
+def _below(node: ast.AST, frame: Frame) -> Iterator[Tuner]:
     for child in children(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _of_function(child, frame, interpreter)
+            yield from _of_function(child, frame)
             if MENTION.search("".join(frame.file.lines[child.lineno : child.end_lineno])):
-                yield from _below(child, interpreter.run_around(child, frame), interpreter)
+                yield from _below(child, run_around(child, frame))
             continue
-        if isinstance(child, ast.Call) and (tuner := _of_call(child, frame, interpreter)):
+        if isinstance(child, ast.Call) and (tuner := _of_call(child, frame)):
             yield tuner
-        yield from _below(child, frame, interpreter)
+        yield from _below(child, frame)
 
 
-def _of_function(node: Any, frame: Frame, interpreter: Interpreter) -> Iterator[Tuner]:
+def _of_function(node: Any, frame: Frame) -> Iterator[Tuner]:
     for position, decorator in enumerate(node.decorator_list):
         call = _written_call(decorator, frame)
         if call is None or not _is_tuner(call) or _is_another_language(node):
             continue
-        kernel = decorated(node, frame, interpreter.value, position + 1)
+        kernel = decorated(node, frame, position + 1)
         if isinstance(kernel, _KERNELS):
-            yield _tuner(call, node, kernel, frame, interpreter)
+            yield _tuner(call, node, kernel, frame)
 
 
-def _of_call(node: ast.Call, frame: Frame, interpreter: Interpreter) -> Tuner | None:
+def _of_call(node: ast.Call, frame: Frame) -> Tuner | None:
     """Return the tuner that `triton.autotune(...)(kernel)` makes."""
     call = _written_call(node.func, frame)
     if call is None or not _is_tuner(call) or not node.args:
         return None
-    kernel = interpreter.value(node.args[0], frame)
+    kernel = value_of(node.args[0], frame)
     if isinstance(kernel, WrittenLayer):  # `kernel = tuner(kernel)`: the name is of the tuner now
         kernel = kernel.fn
     if not isinstance(kernel, _KERNELS):
         return None
-    return _tuner(call, base_of(kernel), kernel, frame, interpreter)
+    return _tuner(call, base_of(kernel), kernel, frame)
 
 
 def _written_call(decorator: ast.expr, frame: Frame) -> ast.Call | None:
@@ -130,7 +133,7 @@ def _written_call(decorator: ast.expr, frame: Frame) -> ast.Call | None:
     if isinstance(decorator, ast.Call):
         return decorator
     if isinstance(decorator, ast.Name):
-        for statement in frame.file.text.tree.body:
+        for statement in frame.file.tree.body:
             match statement:
                 case ast.Assign(targets=[ast.Name(id=decorator.id)], value=ast.Call() as call):
                     return call
@@ -146,20 +149,12 @@ def _is_tuner(call: ast.Call) -> bool:
 
 def _is_another_language(node: ast.FunctionDef) -> bool:
     calls = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
-    return any((dotted(call) or "").partition(".")[0] in _OTHER_JITS for call in calls)
+    return any(dotted(call).partition(".")[0] in _OTHER_JITS for call in calls)
 
 
-def _tuner(
-    call: ast.Call, node: ast.FunctionDef, kernel: Any, frame: Frame, interpreter: Interpreter
-) -> Tuner:
-    options: dict[str, Any] = {
-        name: interpreter.value(value, frame)
-        for name, value in zip(_POSITIONS, call.args, strict=False)
-    }
-    for keyword in call.keywords:
-        value = interpreter.value(keyword.value, frame)
-        given = {keyword.arg: value} if keyword.arg else value
-        options.update(given if isinstance(given, Mapping) else {})
+def _tuner(call: ast.Call, node: ast.FunctionDef, kernel: Any, frame: Frame) -> Tuner:
+    args, keywords = values_passed(call, frame)
+    options: dict[str, Any] = {**dict(zip(_POSITIONS, args, strict=False)), **keywords}
     configs = options.pop("configs", None)
     if not isinstance(configs, Items):
         configs = Items((), complete=False)

@@ -71,8 +71,7 @@ class Job:
 class BackgroundBench(LaunchBench):
     """A bench whose measurements end with the process, and that marks those beside other work."""
 
-    _has_arguments = False
-    _is_watched = True
+    _queued = True
     _entered = False
 
     def __init__(self, request: TuningRequest) -> None:

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from safetune import forks
 from safetune.keys.encoding import visible
 
 #: Seconds before a tuning shows its line; shorter tunings show nothing.
 DELAY_S = 2.0
 
-_showing = threading.Lock()
+_showing = forks.lock()
 
 
 @contextlib.contextmanager

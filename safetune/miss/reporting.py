@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -17,7 +16,7 @@ from triton import knobs
 
 from safetune.config import config_text
 from safetune.errors import DisputeWarning, TuningWarning
-from safetune.messages import EVERY_S, FIRST_S, is_first_of_node, logger, tell, warn
+from safetune.messages import EVERY_S, FIRST_S, is_first_of_node, logger, tell, warn, warn_once
 from safetune.outcome import VIOLENT, Verdict, duration
 
 if TYPE_CHECKING:
@@ -279,17 +278,12 @@ def _failures(verdict: Verdict, configs: list[str]) -> str:
 def warn_of_dispute(key: TuningKey, dispute: str) -> None:
     """Warn, once per process and key, that the choice for a key may compute a wrong result."""
     if dispute:
-        _warn_of_dispute(key.kernel.name, str(key), dispute)
-
-
-@functools.cache
-def _warn_of_dispute(kernel: str, key: str, dispute: str) -> None:
-    warn(
-        f"{kernel}: its configs disagree about the result for {key}, and its choice may compute a "
-        f"wrong one ({dispute}). Say what is right with reference=, or name the arguments that "
-        "need not agree in scratch=[...], and tune it again",
-        DisputeWarning,
-    )
+        warn_once(
+            f"{key.kernel.name}: its configs disagree about the result for {key}, and its choice "
+            f"may compute a wrong one ({dispute}). Say what is right with reference=, or name the "
+            "arguments that need not agree in scratch=[...], and tune it again",
+            DisputeWarning,
+        )
 
 
 def print_config(progress: Progress) -> None:

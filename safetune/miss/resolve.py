@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -41,7 +41,7 @@ from safetune.keys.tuning_key import (
 )
 from safetune.launch import call_shape
 from safetune.launch.key_state import Asked, Reason
-from safetune.messages import logger, warn
+from safetune.messages import logger, warn_once
 from safetune.miss import reporting
 from safetune.outcome import TRANSIENT
 from safetune.settings import Mode, Settings
@@ -204,7 +204,7 @@ def _record(request: TuningRequest, store: Store) -> None:
 
 def _inline(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, reason: str = "") -> Config:
     if reason:
-        _warn_once(reason)
+        warn_once(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)
     try:
         request = Miss(tuner, args, kwargs).request()
         state.asked = Asked(request.key, request.declared, request.by_digest)
@@ -383,8 +383,3 @@ def why_not_isolated(call: Call) -> str:
         return ""
     name = triton_internals.target_name() or active_driver().get_current_target().backend
     return backend.why_missing(name)
-
-
-@cache
-def _warn_once(reason: str) -> None:
-    warn(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)

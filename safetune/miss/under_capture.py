@@ -7,13 +7,13 @@ now, as neither is part of the graph.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
 from triton.runtime.autotuner import Config
 
+from safetune import forks
 from safetune.config import config_text
 from safetune.errors import CaptureMiss, CaptureWarning
 from safetune.launch.key_state import CapturedMiss, KeyState
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MOST_MISSES = 4096
 
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 
 #: The captures whose misses `safetune.graph` reports in one warning, with their names.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import time
@@ -19,7 +18,7 @@ from safetune.inputs import compile_spec
 from safetune.keys.kernel_digest import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
 from safetune.offline.shares import shares_of_time
-from safetune.offline.tasks import Stream, Task, request_for
+from safetune.offline.tasks import Stream, Task, request_for, seconds_per_config
 from safetune.store.local.store import Store
 from safetune.tuning import requests, single_flight
 from safetune.tuning.requests import SearchBudget, TuningRequest
@@ -27,8 +26,6 @@ from safetune.tuning.requests import SearchBudget, TuningRequest
 #: The first two keys of a kernel and dtype lack two measured neighbours, with which a third of the
 #: configs is enough: each gets three times the time of a later key.
 _COLD_KEYS, _COLD_PARTS = 2, 3.0
-#: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
-_MOST_GAP_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -190,8 +187,8 @@ def plan(sketched: Iterable[Sketch], store: Store, most_s: float = math.inf) -> 
         new = tuple(digest for digest in _unmeasured(each.request, store) if digest not in earlier)
         earlier.update(new)
         rate, budget = rates[each.kernel], each.request.budget
-        most_s = math.inf if budget is None else budget.seconds
-        estimate_s = None if rate is None else min(rate * len(new), most_s)
+        of_key_s = math.inf if budget is None else budget.seconds
+        estimate_s = None if rate is None else min(rate * len(new), of_key_s)
         share = shares.get(each.request.key.digest)
         tunings.append(Planned(each, new, estimate_s, share))
     return Plan(tuple(tunings), most_s)
@@ -224,16 +221,6 @@ def _specs(planned: Planned, seen: set[Hashable]) -> Iterator[bytes]:
             spec = specs.spec_of(request.by_digest[digest])
             if isinstance(spec, bytes):  # else it is compiled, or only a child can tell
                 yield spec
-
-
-def seconds_per_config(store: Store, kernel: str) -> float | None:
-    """Return how long the stored sweeps of a kernel took for a config; None without any."""
-    gaps = []
-    for _, trials in store.trials_of(kernel):
-        times = sorted(trial.created for trial in trials)
-        gaps += [after - before for before, after in itertools.pairwise(times)]
-    gaps = [gap for gap in gaps if gap <= _MOST_GAP_S]
-    return sum(gaps) / len(gaps) if gaps else None
 
 
 def _unmeasured(request: TuningRequest, store: Store) -> list[str]:

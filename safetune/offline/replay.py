@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -116,12 +117,18 @@ def _imported(call: RecordedCall) -> list[OfflineKernel]:
     module = call.place.partition(":")[0]
     if module == "__main__":
         raise _NotHere("its kernel is defined in a script: name the script as TARGET")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    # Only for what is there: another folder here may have the name of a library that is looked for.
+    if here not in sys.path and PathFinder.find_spec(module.partition(".")[0], [here]):
+        sys.path.insert(0, here)
     try:
         return find_kernels(vars(importlib.import_module(module)))
     except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}"
+        cause: BaseException = error
+        # A library's own message may leave the cause out. An error can be its own cause.
+        while (inner := cause.__cause__) is not None and inner is not cause:
+            cause = inner
+        reason = f"{type(cause).__name__}: {cause}"
         raise _NotHere(
             f"{module} cannot be imported ({reason}): name its file as TARGET"
         ) from error

@@ -97,17 +97,30 @@ class Shard:
         """Return all items: the own ones, those of the shard's other workers, those of the others.
 
         Each begins at the front of its part, so this process begins at the back of the others'.
+        The items of a shard do not depend on its workers: those of another node may be more.
         """
         processes, me = self.count * self.workers, self.index + self.count * self.worker
 
         def place(number: int) -> tuple[int, ...]:
-            row, column = divmod(number, processes)
+            of_shard, shard = _dealt(number, self.count)
+            row, worker = _dealt(of_shard, self.workers)
+            column = shard + self.count * worker
             if column == me:
                 return 0, row
-            return 1 + (column % self.count != self.index), -row, (column - me) % processes
+            return 1 + (shard != self.index), -row, (column - me) % processes
 
         numbers = sorted(range(len(items)), key=place)
         return [Turn(items[n], [*Whose][place(n)[0]]) for n in numbers]
+
+
+def _dealt(number: int, parts: int) -> tuple[int, int]:
+    """Return the place in its part of a list's item, and the part.
+
+    Every second row is dealt in the other direction: of a list from small to large, as of shares
+    from large to small, all parts take about as long.
+    """
+    row, column = divmod(number, parts)
+    return row, parts - 1 - column if row % 2 else column
 
 
 def parse(text: str, environment: Mapping[str, str]) -> Shard:

@@ -22,9 +22,15 @@ from safetune.store.records import KeyRecord, TrialRecord
 #: The time limit of the search for one list. The lists of kernels take milliseconds.
 _LIMIT_S = 20.0
 #: By how much of the best time a config's times differ between keys that are alike.
-_LIKE = 0.03
-#: The keys are split into this many parts; each is held out once.
-_PARTS = 5
+_LIKE = 0.01
+#: How many times as slow as the best a config counts at most, and where it does not work.
+_FAR = 2.0
+#: The pairs of keys, at most, from which keys like them are made.
+_PAIRS = 1000
+#: What a config has to add to a list, of one key.
+_NOTHING = 1e-9
+#: The keys are split into this many parts at most; each is held out once.
+_PARTS = 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def measured_keys(
         lasting = [trial for trial in trials if trial.outcome.verdict not in TRANSIENT]
         latest = {t.config_digest: t.outcome for t in sorted(lasting, key=lambda t: t.generation)}
         times = {
-            config: outcome.timing.median_ms
+            config: outcome.timing.undisturbed_ms
             for config, outcome in latest.items()
             if config in among and outcome.ok and outcome.timing
             if not outcome.marked(Mark.CONTENDED)
@@ -124,29 +130,40 @@ def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlis
 def _filled(keys: Sequence[Measured], kept: frozenset[str], keep: int) -> frozenset[str]:
     """Return a list with configs added, one by one, until there are `keep`.
 
-    Each time the config is added that is most likely the fastest on keys like the measured ones,
-    whose times differ from theirs by about `_LIKE`. Two configs with exactly the same time on a key
-    are the same machine code, as a rule: the second one adds nothing.
+    Each time the config is added that is most likely the fastest on keys like the measured ones:
+    half way between two of them, or half as far beyond one of them, and `_LIKE` of the time apart.
+    Two configs with exactly the same time on a key are the same machine code, as a rule: the second
+    one adds nothing.
     """
-    near = [
-        {ms: math.exp((1 - ms / key.best) / _LIKE) for ms in key.times.values()} for key in keys
-    ]
-    have = [{key.times[config] for config in kept if config in key.times} for key in keys]
-    left = sorted({config for key in keys for config in key.times} - kept)
-    while len(kept) < keep and left:
-        gains = dict.fromkeys(left, 0.0)
-        for key, nearness, times in zip(keys, near, have, strict=True):
-            total = sum(nearness[ms] for ms in times)
-            for config, ms in key.times.items():
-                if config in gains and ms not in times:
-                    gains[config] += key.weight * math.log1p(nearness[ms] / total)
-        config = max(left, key=gains.__getitem__)
-        if not gains[config]:
+    if len(kept) >= keep or len(keys) < 2:
+        return kept
+    import numpy  # comes with scipy
+
+    configs = sorted({config for key in keys for config in key.times})
+    others = len(keys) - 1  # a pair is a number: reading its keys takes no list of all pairs
+    drawn = range(len(keys) * others)
+    pairs = [divmod(n, others) for n in random.Random(0).sample(drawn, min(len(drawn), _PAIRS))]
+    one, other = [n for n, _ in pairs], [m + (m >= n) for n, m in pairs]
+    measured = numpy.log([[min(key.slowdown([c]), _FAR) for key in keys] for c in configs])
+    apart = (measured[:, one] - measured[:, other]) / 2
+    slower = numpy.hstack([measured, measured[:, one] - apart, measured[:, one] + apart])
+    weights = numpy.array([key.weight for key in keys])
+    weights = numpy.concatenate([weights, weights[one], weights[one]])
+    near = numpy.exp((slower.min(axis=0) - slower) / _LIKE)
+    have = numpy.zeros(len(weights))
+    gains = numpy.full(len(configs), numpy.inf)
+    added = [configs.index(config) for config in sorted(kept)]
+    while len(kept) < keep:
+        for config in added:
+            have += near[config]
+            near[slower == slower[config]] = 0.0
+        found = -1
+        while found != (best := int(gains.argmax())):  # gains only fall: an old one is a bound
+            found, gains[best] = best, numpy.log1p(near[best] / have) @ weights
+        if gains[best] < _NOTHING * weights.sum():
             break
-        left.remove(config)
-        kept |= {config}
-        for key, times in zip(keys, have, strict=True):
-            times |= {key.times[config]} if config in key.times else set()
+        added = [best]
+        kept |= {configs[best]}
     return kept
 
 
@@ -201,7 +218,7 @@ def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
 def held_out(keys: Sequence[Measured], within: float, keep: int = 0) -> Cost | None:
     """Return the cost of a list on keys that it was not made from; None for fewer than two keys.
 
-    Each key is judged once, by the list made from the keys of the other parts.
+    Each key is judged once, by the list made from all others, or from the keys of the other parts.
     """
     if len(keys) < 2:
         return None

@@ -21,11 +21,13 @@ from safetune.frozen import dataclass
 from safetune.inputs.workload import Workload
 from safetune.integrations import install
 from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.tuning_key import INTERPRETER
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
 from safetune.miss.resolve import Miss, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.local import db_files
+from safetune.store.local.store import Store
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
 from safetune.tuning import requests
@@ -192,10 +194,35 @@ def tune_task(
     return result
 
 
-#: A process that helps takes some seconds to begin, and what it measures is launched once more: not
-#: for fewer configs than this on a card (two H100s took 3.7 s for 288 that one measures in 3 s), or
-#: in the interpreter.
-_MANY, _MANY_INTERPRETED = 500, 16
+#: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
+_MOST_GAP_S = 300.0
+
+
+def seconds_per_config(store: Store, kernel: str) -> float | None:
+    """Return how long the stored sweeps of a kernel took for a config; None without any."""
+    gaps = []
+    for _, trials in store.trials_of(kernel):
+        times = sorted(trial.created for trial in trials)
+        gaps += [after - before for before, after in itertools.pairwise(times)]
+    gaps = [gap for gap in gaps if gap <= _MOST_GAP_S]
+    return sum(gaps) / len(gaps) if gaps else None
+
+
+#: A process that helps takes a second to begin, and what it measures is launched once more: on two
+#: H100s that took 2.2 s of both (3.7 s for 288 configs that one measures in 3.0 s). Help with more
+#: than twice that gains; by what is stored of the kernel, else from this many configs on.
+_LEAST_S, _MANY, _MANY_INTERPRETED = 5.0, 500, 16
+
+
+def is_worth_help(left: int, seconds: float | None, interpreted: bool) -> bool:
+    """Whether it gains time that a second process measures a part of the configs that are left.
+
+    Args:
+        seconds: for one of them; None if that is not known.
+    """
+    if interpreted:
+        return left >= _MANY_INTERPRETED
+    return left >= _MANY if seconds is None else left * seconds >= _LEAST_S
 
 
 def help_with_task(
@@ -209,12 +236,12 @@ def help_with_task(
     """
     store = open_tuning_store()
     left = len(planned.configs) - len(requests.lasting_outcomes(planned, store))
-    if planned.budget is not None or left < _MANY_INTERPRETED:
+    seconds = seconds_per_config(store, planned.key.kernel.name)
+    interpreted = planned.key.device.name == INTERPRETER
+    if planned.budget is not None or not is_worth_help(left, seconds, interpreted):
         return
     phases = Phases("lookup")
     request = replace(request_for(make()), bench=partial(HelpersBench, store))
-    if left < _MANY and not request.call.interpreted:
-        return
     with reporting.observing(request, store, phases, quiet=True) as tally:
         watch(tally)
         tuning = recall(request, store, tally, phases)

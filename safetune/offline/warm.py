@@ -231,7 +231,7 @@ def _as_device(described: Described) -> Iterator[None]:
         "multiprocessor_count": device.sm_count,
         "max_shared_mem": device.shared_memory_bytes,
     }
-    backend.register(target.backend, lambda: cast("Backend", _Described(device.name)))
+    backend.register(target.backend, cast("Backend", _Described(device.name)))
     tuning_key.forget_devices()
     try:
         with triton_compile.compiling_for(target, properties):

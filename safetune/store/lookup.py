@@ -222,7 +222,7 @@ class Lookup:
         """Drop a choice from memory; the layers below keep it."""
         self._memory.pop((key, declared), None)
 
-    @functools.cached_property
+    @forks.cached_property
     def _packs(self) -> Packs:
         from safetune.store.packs.packs import Packs, shipped  # not needed if the store has all
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from safetune.frozen import dataclass
@@ -121,8 +121,7 @@ class RecordedCall:
     def counted(self, count: CallCount) -> RecordedCall:
         """Return this call with another count."""
         numbers = [count.calls, count.timed, count.timed_ms]
-        arguments = {**self.arguments, "count": numbers}
-        return RecordedCall(self.key, self.name, self.place, arguments, self.created)
+        return replace(self, arguments={**self.arguments, "count": numbers})
 
     @property
     def completeness(self) -> int:

@@ -10,7 +10,6 @@ and never launched (`StoredChoice.unknown`).
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -21,7 +20,7 @@ from msgspec import Meta, Struct
 
 from safetune.errors import PackError
 from safetune.keys import encoding
-from safetune.keys.tuning_key import Device, key_digest
+from safetune.keys.tuning_key import CALL, Device, key_digest
 from safetune.store.local import rows
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
@@ -90,10 +89,6 @@ class Choice(_Call):
         seconds(self.created)
 
 
-#: The fields of a choice that are part of its key.
-CALL = _Call.__struct_fields__
-
-
 class Tuning(Struct):
     """The choices of a pack for one toolchain and one list of configs."""
 
@@ -134,12 +129,8 @@ def is_call(call: Mapping[str, Any]) -> bool:
 def parsed(data: bytes | str) -> Any:
     """Return JSON with finite numbers and no name twice in an object; raises `PackError`."""
     try:
-        return json.loads(
-            data if isinstance(data, str) else data.decode("utf-8"),
-            parse_constant=encoding.not_finite,
-            parse_float=encoding.finite,
-            object_pairs_hook=_no_duplicates,
-        )
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        return encoding.loads(text, _no_duplicates)
     except (ValueError, RecursionError) as error:
         raise PackError(f"it is not the JSON of a pack: {error}") from error
 

@@ -21,7 +21,7 @@ from safetune.inputs.call import Call
 from safetune.inputs.snapshot import copy_inputs
 from safetune.isolation import backend, child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
-from safetune.isolation.fork_server import WITHOUT_TORCH, start_servers
+from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
 from safetune.isolation.protocol import DONE, Budget, Prepare
 from safetune.keys.effects import effects_of
@@ -73,10 +73,9 @@ class LaunchBench:
 
     #: Whether the choice is made of the outcomes; else another process makes it.
     chooses = True
-    #: Whether configs may be resolved on the caller's arguments.
-    _has_arguments = True
-    #: Whether something is noted of each measurement.
-    _is_watched = False
+    #: Whether the tuning waits for its turn without the caller's arguments, and goes on beside the
+    #: program's work, which is noted of each measurement.
+    _queued = False
 
     def __init__(self, request: TuningRequest, phases: Phases | None = None) -> None:
         self.interpreted = request.call.interpreted
@@ -90,7 +89,7 @@ class LaunchBench:
             kernel, key = request.key.kernel.name, str(request.key)
             raise NoWorkingConfig(kernel, key, outcomes, measured=len(outcomes))
         self._with_torch = _asks_for_torch(request.call)
-        if self._has_arguments:  # else the call waits for its turn, and needs no process yet
+        if not self._queued:  # else it needs no process yet
             start_servers(not self.interpreted, self._with_torch)
         with self.phases("transfer"), contextlib.ExitStack() as opened:
             self._child = self._packed(request, opened)
@@ -111,7 +110,7 @@ class LaunchBench:
             call,
             tensors.tensors,
             measuring_child.drop_idle,
-            on_devices=self._has_arguments,  # a queued call holds no memory of a device
+            on_devices=not self._queued,  # a queued call holds no memory of a device
             outputs=effects.only_stored,
         )
         opened.callback(inputs.close)
@@ -198,7 +197,7 @@ class LaunchBench:
         unknown, cached = [], []
         with self.phases("resolve"):
             in_caller = compile_spec.CallerSpecs(
-                self._request.call, self._has_arguments, self._request.most_shared
+                self._request.call, not self._queued, self._request.most_shared
             )
             for index in configs:
                 spec = in_caller.spec_of(self._request.configs[index])
@@ -262,7 +261,7 @@ class LaunchBench:
         those after it: what it did is its own.
         """
         found = {}
-        if not (self._fresh or self._is_watched):
+        if not (self._fresh or self._queued):
             self.wait()
             with self.phases("finals"):
                 found = self._child.in_turn(budgets)
@@ -291,7 +290,7 @@ def _asks_for_torch(call: Call) -> bool:
     """Whether a call is certain to need torch in its measuring child, or Triton's driver may be."""
     hooks = call.hooks
     asking = any(hook is not None for hook in (hooks.do_bench, hooks.inputs, hooks.reference))
-    known = WITHOUT_TORCH and triton_internals.version() <= triton_internals.NEWEST
+    known = triton_internals.version() <= triton_internals.NEWEST
     return call.interpreted or asking or not known or backend.required().needs_torch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from safetune.messages import logger
@@ -26,32 +26,18 @@ NO_FOREST = (
 
 def batches(
     request: TuningRequest,
-    store: Store,
-    outcomes: Mapping[int, Outcome],
-    notes: list[str],
-    phases: Phases,
-) -> Iterable[Sequence[int]]:
-    """Return the configs to screen: all at once, or those that a search asks for.
-
-    Args:
-        outcomes: of the configs that were tried, which grow meanwhile.
-        notes: what to report to the user is added.
-    """
-    if request.budget is not None:
-        return _searched(request, request.budget, store, outcomes, notes, phases)
-    name_budget(request.key.kernel.name, len(request.configs))
-    return [[config for config in range(len(request.configs)) if config not in outcomes]]
-
-
-def _searched(
-    request: TuningRequest,
     budget: SearchBudget,
     store: Store,
     outcomes: Mapping[int, Outcome],
     notes: list[str],
     phases: Phases,
 ) -> Iterator[list[int]]:
-    """Yield batches until the budget ends, and then until a config works."""
+    """Yield the configs that a search asks for until the budget ends, and then until one works.
+
+    Args:
+        outcomes: of the configs that were tried, which grow meanwhile.
+        notes: what to report to the user is added.
+    """
     from safetune.tuning.neighbours import history_of
 
     start, before = time.perf_counter(), len(outcomes)

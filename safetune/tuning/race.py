@@ -47,8 +47,9 @@ def finalists(
     if not rivals:
         return []
     limit = FINAL_RATIO * min(timing.median_ms for timing in rivals.values())
-    near = [i for i, timing in rivals.items() if timing.median_ms <= limit * _doubt(timing)]
-    return sorted(heapq.nsmallest(MAX_FINALISTS, near, key=lambda i: rivals[i].median_ms))
+    times = {i: timing.undisturbed_ms for i, timing in rivals.items()}
+    near = [i for i, timing in rivals.items() if times[i] <= limit * _doubt(timing)]
+    return sorted(heapq.nsmallest(MAX_FINALISTS, near, key=times.__getitem__))
 
 
 def race(

@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
+from safetune import forks
 from safetune.config import config_digest, config_text
 from safetune.errors import InvalidSetting, from_signal_handler
 from safetune.frozen import dataclass
@@ -130,23 +131,17 @@ class TuningRequest:
     #: What later tunings of the kernel compile, done while cores are free: see `CompilePool`.
     ahead: deque[bytes] = field(default_factory=deque)
 
-    @property
+    @forks.cached_property
     def grids(self) -> Grids:
         """The grids of the configs. Code of the caller computes them, which may launch another
         kernel and have it tuned: ask before any lock is taken.
         """
-        known = self.__dict__  # cached_property has one lock for all objects before Python 3.12
-        if "_grids" not in known:
-            known["_grids"] = grids_of(self.call, self.configs)
-        return cast("Grids", known["_grids"])
+        return grids_of(self.call, self.configs)
 
-    @property
+    @forks.cached_property
     def by_digest(self) -> dict[str, Config]:
-        """The configs by their digests, which are computed once."""
-        known = self.__dict__
-        if "_by_digest" not in known:
-            known["_by_digest"] = {config_digest(config): config for config in self.configs}
-        return cast("dict[str, Config]", known["_by_digest"])
+        """The configs by their digests."""
+        return {config_digest(config): config for config in self.configs}
 
     @property
     def most_shared(self) -> int:
@@ -202,7 +197,9 @@ class Phases:
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._seconds = clock, dict[str, float]()
-        self._name, self._since, self.entered = name, clock(), 0
+        #: The phase that is open now, and how many were opened.
+        self.name, self.entered = name, 0
+        self._since = clock()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -215,19 +212,14 @@ class Phases:
 
     def enter(self, name: str) -> str:
         """Open a phase in place of the one that is open now, and return the name of that."""
-        outer, now = self._name, self._clock()
+        outer, now = self.name, self._clock()
         self._seconds[outer] = self._seconds.get(outer, 0.0) + now - self._since
-        self._name, self._since, self.entered = name, now, self.entered + 1
+        self.name, self._since, self.entered = name, now, self.entered + 1
         return outer
-
-    @property
-    def name(self) -> str:
-        """The phase that is open now."""
-        return self._name
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase until now."""
-        self.enter(self._name)
+        self.enter(self.name)
         return dict(self._seconds)
 
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from safetune.config import config_digest
 from safetune.errors import DeviceUnavailable, StoreError
-from safetune.isolation import card_check
+from safetune.isolation import elsewhere
 from safetune.isolation.protocol import Budget
 from safetune.messages import logger
 from safetune.outcome import Group, Outcome, OutputReport
-from safetune.store.local import locks, shared_trials
+from safetune.store.local import locks
 from safetune.store.local.store import Store
 from safetune.tuning import requests
 from safetune.tuning.bench import LaunchBench, Ready
@@ -73,7 +73,7 @@ class SharedBench(LaunchBench):
                 try:
                     if lock := locks.try_lock(path, f"{key} {name}"):
                         held.callback(lock.release)
-                    known = shared_trials.tried(self._store.connection, key, self._since)
+                    known = self._store.tried(key, self._since)
                     mine = lock is not None and name not in known
                 except (OSError, StoreError) as error:
                     logger.info("%s; a config may be measured twice", error)
@@ -124,10 +124,9 @@ class SharedBench(LaunchBench):
         super().__exit__(kind, *rest)
         if kind is not None or not self._failed:
             return
-        if reason := card_check.why_broken(self._request.call.index):
+        if reason := elsewhere.why_broken(self._request.call.index):
             names = [self._names[config] for config in self._failed]
-            key = self._request.key.digest
-            shared_trials.forget(self._store.connection, key, names)
+            self._store.forget(self._request.key.digest, names)
             raise DeviceUnavailable(f"every launch fails on this device: {reason}")
 
 

@@ -14,7 +14,6 @@ lock of a key comes before the lock for compiling.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import threading
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune import forks
-from safetune.config import config_digest
 from safetune.errors import (
     Busy,
     NotExclusive,
@@ -35,7 +33,7 @@ from safetune.errors import (
     WorkerUnavailable,
     from_signal_handler,
 )
-from safetune.messages import logger, warn
+from safetune.messages import logger, warn_once
 from safetune.outcome import Outcome
 from safetune.store.local import locks
 from safetune.store.local.db_files import pauses
@@ -139,29 +137,20 @@ class Election:
 
 @contextlib.contextmanager
 def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
-    """Yield when this process may tune a key, or with the choice of another; raises `Busy`."""
-    with elect_local(request, store, budget) as choice:
-        if choice is not None:
-            yield Election(request, choice=choice)
-            return
-        with elect_cluster(request, store, budget) as election:
-            yield election
+    """Yield when this process may tune a key, or with the choice of another; raises `Busy`.
 
-
-@contextlib.contextmanager
-def elect_local(
-    request: TuningRequest, store: Store, budget: WaitBudget
-) -> Iterator[ChoiceRecord | None]:
-    """Yield None when this process alone may tune a key, or the choice of another one.
-
-    Where there are no locks, every process may tune. Raises as `elect` does.
+    Where there are no locks, every process may tune.
     """
     name = request.key.digest
     if name in _of_thread.names:
         raise Busy("its tuning has launched it again with the same key")
     doing = f"tunes {request.key.kernel.name} for {request.key}"
     with _locked(store, name, doing, budget, lambda: final_choice(request, store)) as choice:
-        yield choice
+        if choice is not None:
+            yield Election(request, choice=choice)
+            return
+        with elect_cluster(request, store, budget) as election:
+            yield election
 
 
 @contextlib.contextmanager
@@ -264,17 +253,12 @@ def _try(
     except OSError as error:
         if from_signal_handler(error):
             raise
-        _warn_of_no_locks(path, error.strerror or str(error))
+        warn_once(
+            f"cannot lock keys beside {path} ({error.strerror or error}); processes do not wait "
+            "for one another, and each may tune the same key",
+            StoreWarning,
+        )
     return True, None
-
-
-@functools.cache
-def _warn_of_no_locks(database: Path, reason: str) -> None:
-    warn(
-        f"cannot lock keys beside {database} ({reason}); processes do not wait for one "
-        "another, and each may tune the same key",
-        StoreWarning,
-    )
 
 
 def _elected(
@@ -291,7 +275,9 @@ def _elected(
     other = f"another node, which tunes {request.key.kernel.name} for {request.key}"
     for _ in budget.tries(lambda: other, *_NODE_PAUSES_S):
         lease, stored = shared.claim(*wanted)
-        if stored is not None and _is_left(request, stored.choice):
+        if (
+            stored is not None and stored.choice.config_digest in request.by_digest
+        ):  # left by pruning
             return Election(request, shared, stored.choice)
         if budget.exclusive and isinstance(lease, NoLease):
             raise NotExclusive(request.key.kernel.name)
@@ -305,11 +291,6 @@ def final_choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
     if request.force or requests.is_due(request, store, store.trials(request.key.digest)):
         return None
     return requests.usable_choice(request, store)
-
-
-def _is_left(request: TuningRequest, choice: ChoiceRecord) -> bool:
-    """Whether a choice is one of the configs that pruning leaves."""
-    return choice.config_digest in map(config_digest, request.configs)
 
 
 def _says_nothing_of_the_key(error: BaseException) -> bool:

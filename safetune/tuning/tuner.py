@@ -215,9 +215,11 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
             tuning.notes.extend(bench.notes)
             request, outcomes = tuning.request, tuning.outcomes
             batches: Iterable[Sequence[int]] = [[i for i in tuning.new if i not in outcomes]]
-            if request.budget is not None or len(tuning.new) > MANY_CONFIGS:
-                known = (request, tuning.store, outcomes)
+            if request.budget is not None:
+                known = (request, request.budget, tuning.store, outcomes)
                 batches = budgets.batches(*known, tuning.notes, phases)
+            elif len(tuning.new) > MANY_CONFIGS:
+                budgets.name_budget(request.key.kernel.name, len(request.configs))
             for configs in batches:
                 _screen(tuning, bench, configs)
             if not bench.chooses:

@@ -14,6 +14,9 @@ from safetune.verify.watch import CLASHES, NEVER, Access, Stray, Times, Watch
 #: How many elements a finding names; of different rows, if it has several.
 _MOST_PLACES = 3
 
+#: The granules of a clash, the times of the accesses before, and that of the one after them.
+Logged = tuple[np.ndarray, np.ndarray, int]
+
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
     """Return the findings, the worst first."""
@@ -60,38 +63,39 @@ def _clash(clash: Kind, name: str, view: View, watch: Watch) -> Finding | None:
     places = tuple(_clash_place(clash, view, index, watch) for index in _some(mask))
     if not places:
         return None  # the clash is in another view of the same storage
-    found = _finding(clash, name, mask, places)
-    through = _through(clash, view, watch)
-    return replace(found, most_programs=_most(clash, view, watch), through=through)
-
-
-def _through(clash: Kind, view: View, watch: Watch) -> tuple[str, ...]:
-    """Return the arguments through which the clashing elements of a view were written."""
-    times = watch.times[view.region]
     inside = np.zeros(len(times.stored), dtype=bool)
     _strided(inside, view, times.granule)[...] = True
-    moments: set[int] = set()
-    for kind, where, prior, now in times.log:
-        if kind is clash and inside[where].any():
-            moments |= {now, *prior[inside[where]].tolist()}
+    logged = _logged(clash, times, inside)
+    most, through = _most_programs(logged, watch), _through(_moments(logged), watch)
+    return replace(_finding(clash, name, mask, places), most_programs=most, through=through)
+
+
+def _logged(clash: Kind, times: Times, wanted: np.ndarray) -> list[Logged]:
+    """Return the part of the log with clashes of a kind at the wanted granules."""
+    log = [(where, prior, now) for kind, where, prior, now in times.log if kind is clash]
+    found = [(where[wanted[where]], prior[wanted[where]], now) for where, prior, now in log]
+    return [(where, prior, now) for where, prior, now in found if where.size]
+
+
+def _moments(logged: Sequence[Logged]) -> set[int]:
+    return {moment for _, prior, now in logged for moment in (now, *prior.tolist())}
+
+
+def _through(moments: set[int], watch: Watch) -> tuple[str, ...]:
+    """Return the arguments through which something was written at some times."""
     return tuple(sorted({watch.through[moment] for moment in moments} - {""}))
 
 
-def _most(clash: Kind, view: View, watch: Watch) -> int:
-    """Return the most programs in the log of one granule of an argument; 0 if it has no log."""
-    times = watch.times[view.region]
-    inside = np.zeros(len(times.stored), dtype=bool)
-    _strided(inside, view, times.granule)[...] = True
+def _most_programs(logged: Sequence[Logged], watch: Watch) -> int:
+    """Return the most programs that clashed at one granule; 0 without a log, which was full."""
     granules, programs = [], []
-    for kind, where, prior, now in times.log:
-        if kind is clash and inside[where].any():
-            granules += [where, where]
-            latest = np.full(len(where), now)
-            programs += [watch.programs_at(prior), watch.programs_at(latest)]
+    for where, prior, now in logged:
+        granules += [where, where]
+        latest = np.full(len(where), now)
+        programs += [watch.programs_at(prior), watch.programs_at(latest)]
     if not granules:
-        return 0  # the log was full before
-    found, numbers = np.concatenate(granules), np.concatenate(programs)
-    pairs = np.unique(np.stack([found, numbers])[:, inside[found]], axis=1)
+        return 0
+    pairs = np.unique(np.stack([np.concatenate(granules), np.concatenate(programs)]), axis=1)
     return int(np.unique(pairs[0], return_counts=True)[1].max())
 
 
@@ -99,13 +103,9 @@ def _clash_place(clash: Kind, view: View, index: tuple[int, ...], watch: Watch) 
     """Return an element with the programs and lines that the log has for it."""
     times = watch.times[view.region]
     offset = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
-    first, last = offset // times.granule, (offset + view.itemsize - 1) // times.granule
-    moments: set[int] = set()
-    for kind, where, prior, now in times.log:
-        here = (where >= first) & (where <= last) if kind is clash else None
-        if here is not None and here.any():
-            moments |= {now, *prior[here].tolist()}
-    return _place(index, sorted(moments), watch)
+    wanted = np.zeros(len(times.stored), dtype=bool)
+    wanted[offset // times.granule : -(-(offset + view.itemsize) // times.granule)] = True
+    return _place(index, sorted(_moments(_logged(clash, times, wanted))), watch)
 
 
 def _place(index: tuple[int, ...], moments: Sequence[int], watch: Watch, where: str = "") -> Place:
@@ -161,14 +161,15 @@ def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
     size = max(1, views[0].itemsize // times.granule)
     elements = np.unique(stray // size * size)
     moments = {*times.stored[stray].tolist(), *times.last_update[stray].tolist()} - {NEVER}
-    through = tuple(sorted({watch.through[moment] for moment in moments} - {""}))
     places = []
     for granule in elements[:_MOST_PLACES]:
         index = _counted(memory, number, int(granule) * times.granule)
         touched = sorted({int(times.stored[granule]), int(times.last_update[granule])} - {NEVER})
         places.append(_place(index, touched, watch, "in its storage, outside every argument"))
     name = _region_name(memory, number)
-    return Finding(Kind.GAP, name, len(elements), 1, tuple(places), through=through)
+    return Finding(
+        Kind.GAP, name, len(elements), 1, tuple(places), through=_through(moments, watch)
+    )
 
 
 def _counted(memory: Memory, number: int, offset: int) -> tuple[int, ...]:

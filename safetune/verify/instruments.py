@@ -100,9 +100,9 @@ class Instruments:
     def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
         """Add and so on through a descriptor: as relaxed atomics, which order nothing."""
         pointers, mask = block.materialize_pointers(offsets)
+        handles = ((pointers, pointers.dtype), (value, value.dtype), (mask, tl.int1))
         operands = (
-            tl.tensor(handle, tl.block_type(handle.dtype, block.block_shape))
-            for handle in (pointers, value, mask)
+            tl.tensor(handle, tl.block_type(dtype, block.block_shape)) for handle, dtype in handles
         )
         update = getattr(interpreter.interpreter_semantic, f"atomic_{kind.name.lower()}")
         update(*operands, sem="relaxed", scope="gpu")

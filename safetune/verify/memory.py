@@ -27,6 +27,7 @@ from safetune.inputs.spans import (
     span_of,
     storage_bytes,
     tensor_spec,
+    view_of,
 )
 
 #: Made-up addresses begin above all real ones, and stay positive as int64.
@@ -116,11 +117,7 @@ class Memory:
 
     def _copied_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         spec = tensor_spec(tensor, self._spans)
-        copy = self._copies[spec.block]
-        size = tensor.element_size()
-        whole = torch.empty(0, dtype=tensor.dtype)
-        offset = (copy.storage_offset() + spec.byte_offset) // size
-        return whole.set_(copy.untyped_storage(), offset, spec.shape, spec.stride)
+        return view_of(self._copies[spec.block], spec)
 
     def addressed(self, name: str, value: Any) -> Any:
         """Return an argument of `copied`, with made-up addresses in place of its tensors."""

@@ -145,12 +145,11 @@ def start() -> Iterator[Start]:
     ) -> subprocess.Popen[bytes]:
         """With a `terminal`, it is standard input, output and error."""
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal) if terminal else {}
-        options = {"stdin": subprocess.DEVNULL, **streams, **options}
+        options = {"stdin": subprocess.DEVNULL, "cwd": "/", **streams, **options}
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         process = subprocess.Popen(
             [sys.executable, "-m", "safetune", *map(str, words)],
             env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            cwd="/",
             start_new_session=True,
             **options,
         )

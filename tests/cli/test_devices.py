@@ -17,8 +17,8 @@ import pytest
 
 from safetune.cli import targets as found_targets
 from safetune.cli import workers
+from safetune.cli.report import Report
 from safetune.errors import NoDevice
-from tests.selection import FULL
 from tests.store.shared import conftest as shared_store
 
 from .conftest import DEADLINE_S, Terminal
@@ -46,6 +46,18 @@ def choices(data: dict[str, Any]) -> dict[str, str]:
 
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def test_what_the_workers_leave_out_is_told_once_before_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left_out = [{"words": "add for n=1", "reason": "it has changed"}]
+    report = Report(allow_disputed=False)
+
+    for name in ("GPU 0", "GPU 1"):
+        report.take(name, {"planned": 1, "new": 1, "left_out": left_out})
+
+    assert capsys.readouterr().err == "not tuned: add for n=1: it has changed\n"
 
 
 class Silent:
@@ -112,8 +124,9 @@ def test_a_worker_may_print_bytes_that_are_not_text(
 
 def test_all_gpus_of_a_machine_without_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(NoDevice, match="--devices all needs a GPU, and torch finds none"):
-        found_targets.devices_of("all", interpreted=False)
+        found_targets.devices_of("all")
 
 
 class TestDevices:
@@ -231,8 +244,8 @@ class TestShards:
         assert sorted(choices(data)) == ["101"]
         assert "3 left to other shards" in safetune("tune", target, "--shard", "1/4").stdout
 
+    @pytest.mark.full
     @pytest.mark.parametrize("store", ["directory", "postgresql"])
-    @pytest.mark.skipif(not FULL, reason="SAFETUNE_TEST_FULL=1 has it: a dead node's lease ends")
     def test_four_nodes_tune_each_key_once_though_one_dies(
         self, start: Start, target: str, tmp_path: Path, store: str, request: pytest.FixtureRequest
     ) -> None:

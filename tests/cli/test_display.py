@@ -50,31 +50,31 @@ def test_the_line_has_key_configs_failures_best_rate_and_time_left() -> None:
     display = Display(plan(4, 8), hidden=True, clock=clock)
     display.begin("add small float32")
     clock.now += 1
-    assert display.text(", ") == "1/2 add small float32", "nothing is known yet"
+    assert display.rows(", ")[0] == "1/2 add small float32", "nothing is known yet"
     first = tally(4, clock)
     display.watch(first)
     for done, median_ms in enumerate((3.0, None, 0.5, 2.0), 1):
         first(step(done, 4, median_ms, block=16 << done))
     clock.now += 1
 
-    assert display.text(", ") == (
+    assert display.rows(", ")[0] == (
         "1/2 add small float32, 4/4, 1 failed, best 0.5 ms, 1 s, 2 configs/s, about 4 s left, "
         "measures BLOCK=256 num_warps=4 num_stages=3"
     )
     first.wait_for("process 7")
-    assert display.text(", ").endswith(", waits for process 7")
+    assert display.rows(", ")[0].endswith(", waits for process 7")
 
     display.begin("add large float32")
     second = tally(8, clock)
     display.watch(second)
     clock.now += 2
     second(step(4, 8, 7.0))
-    assert display.text(", ").startswith(
+    assert display.rows(", ")[0].startswith(
         "2/2 add large float32, 4/8, 0 failed, best 7 ms, 2 s, 2 configs/s, about 2 s left, "
     )
     second(step(9, 8, 7.0))
-    assert "8/8" in display.text(", "), "those of the final were counted"
-    assert "about 0 s left" in display.text(", ")
+    assert "8/8" in display.rows(", ")[0], "those of the final were counted"
+    assert "about 0 s left" in display.rows(", ")[0]
 
 
 def test_no_more_time_is_left_than_the_command_has() -> None:
@@ -85,7 +85,7 @@ def test_no_more_time_is_left_than_the_command_has() -> None:
     display.watch(first)
     clock.now += 2
     first(step(1, 4, 3.0))
-    assert "about 3 s left" in display.text(", "), "not 22 s"
+    assert "about 3 s left" in display.rows(", ")[0], "not 22 s"
 
 
 def test_without_a_terminal_there_are_plain_lines_while_it_lasts(

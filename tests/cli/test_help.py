@@ -125,3 +125,15 @@ def test_a_shell_completes_commands_and_kernel_names(
     )
 
     assert {row.partition(",")[2] for row in result.stdout.splitlines()} == offered
+
+
+def test_a_shell_completes_options_without_what_tunes(fresh_process: FreshProcess) -> None:
+    program = (
+        "import atexit, sys; sys.argv = ['safetune']; from safetune.cli import main; "
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main(prog_name='safetune')"
+    )
+    asked = {"COMP_WORDS": "safetune tune --bud", "COMP_CWORD": "2"}
+    result = fresh_process(program, env={**asked, "_SAFETUNE_COMPLETE": "bash_complete"})
+    assert result.stdout == "plain,--budget\n"
+    assert "safetune.cli" in result.stderr.split()
+    assert not {"torch", "safetune.tuning.requests"} & {*result.stderr.split()}

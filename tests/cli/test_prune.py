@@ -157,9 +157,9 @@ def test_a_list_that_is_another_one_here_is_noticed(
     found = safetune.json("prune", "other.py:fill")
     assert found["not_declared"] == 2
     assert blocks(found["kept"]) == [64, 128, 512]
-    assert "on this machine the list lacks 2 configs with trials" in (
-        safetune("prune", "other.py:fill").stdout
-    )
+    for options in ((), ("--diff",)):
+        shown = safetune("prune", "other.py:fill", *options)
+        assert "on this machine the list lacks 2 configs with trials" in shown.stderr, options
 
 
 def test_a_stored_kernel_has_no_source_to_change(source: str, safetune: Any) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.selection import FULL
-
 from .conftest import ROOT
 
 #: Starts a cluster of two CPUs, and runs the command that tunes on it.
@@ -27,7 +25,7 @@ sys.exit(subprocess.run(command, check=False).returncode)
 """
 
 
-@pytest.mark.skipif(not FULL, reason="SAFETUNE_TEST_FULL=1 has it: Ray takes ten seconds to start")
+@pytest.mark.full
 @pytest.mark.parametrize("killed", ["worker", "actor"])
 def test_a_worker_that_dies_leaves_its_keys_to_the_other(
     targets: Path, tmp_path: Path, killed: str

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from safetune.offline import replay
 from safetune.store.local.store import Store
+from safetune.store.records import RecordedCall
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -78,6 +80,7 @@ def test_calls_are_tuned_as_they_were(
         in table.stdout
     )
     assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stdout
+    assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stderr, "at the start"
 
     assert safetune.json("clear", "scale", "--yes")["cleared"] == 2
     assert safetune.error("tune", "--recorded", "recorded:scale") == (
@@ -104,6 +107,53 @@ def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: 
     assert "scale" not in {left["call"].split()[0] for left in again["left_out"]}, "it has choices"
 
 
+def test_a_folder_of_the_working_directory_hides_no_library(
+    fresh_process: FreshProcess, start: Any, targets: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The program did not have that folder on its path: transformers looks for `kernels` so."""
+    library, directory = tmp_path / "library", tmp_path / "project"
+    for folder in (library, directory / "accelerator"):
+        folder.mkdir(parents=True)
+    text = (targets / "recorded.py").read_text()
+    looks = "from importlib.util import find_spec\nif find_spec('accelerator'): import accelerator"
+    (library / "library.py").write_text(f"{looks}\n{text}")
+    (directory / "accelerator/__init__.py").write_text("import no_such_module")
+    env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
+    done = fresh_process("import library; library.call_all()", env=env, cwd=library, warm=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("PYTHONPATH", str(library))
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = ("tune", "--recorded", "--dry-run", "--json")
+    output, errors = start(*words, env={}, cwd=directory, **pipes).communicate()
+
+    plan = json.loads(output)
+    assert [each["kernel"] for each in plan["tunings"]] == ["scale", "scale", "gather"], errors
+    assert not [left for left in plan["left_out"] if "imported" in left["reason"]]
+
+
+@pytest.mark.parametrize("raised", ["ImportError('X')", "error"])
+def test_a_call_is_left_out_with_the_first_cause_of_a_failed_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
+) -> None:
+    """A library's own message, as that of transformers, may say nothing of it."""
+    text = f"try:\n import nothing\nexcept ImportError as error:\n raise {raised} from error"
+    (tmp_path / "half_installed.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    left_out: list[replay.LeftOut] = []
+    call = RecordedCall("key", "kernel", "half_installed:kernel", {}, created=0.0)
+
+    assert replay.sort_out([call], [], False, left_out) == []
+
+    assert [(left.words, left.reason) for left in left_out] == [
+        (
+            "kernel",
+            "half_installed cannot be imported (ModuleNotFoundError: No module named 'nothing'): "
+            "name its file as TARGET",
+        )
+    ]
+
+
 @pytest.mark.full
 def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
     fresh_process: FreshProcess, monkeypatch: pytest.MonkeyPatch
@@ -115,9 +165,10 @@ def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
     done = fresh_process(example, timeout_s=600.0)
 
     assert done.returncode == 0, done.stderr
-    before, after = (line for line in done.stdout.splitlines() if line.split()[:1] == ["all"])
-    assert before.rstrip().endswith("100 % / 100 %"), "all calls have nothing"
-    assert after.rstrip().endswith("100 % / 100 %   0 % / 0 %   0 % / 0 %"), "all are in the pack"
+    rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    before, after = (row for row in rows if row.startswith("all 4"))
+    assert before.endswith(" 100 % / 100 %"), "all calls have nothing"
+    assert after.endswith(" 100 % / 100 % 0 % / 0 % 0 % / 0 %"), "all are in the pack"
     assert "keys were tuned already" in done.stdout
 
 

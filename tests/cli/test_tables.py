@@ -164,6 +164,10 @@ def test_a_cache_of_triton_dejavu_is_imported_with_its_times(
     timings = {"(1, 512, 7, 'torch.float16')": [0.25, 0.2, 0.3]}
     content = {"signature": "gemm", "keys": ["M", "N", "NB"], "cache": cache, "timings": timings}
     (folder / "cache.json").write_text(json.dumps(content), encoding="utf-8")
+    other = folder.with_name("gpu_NVIDIA_A100-SXM4-80GB")  # which is read first
+    other.mkdir()
+    text = json.dumps(content).replace("num_warps: 8", "num_warps: 4")
+    (other / "cache.json").write_text(text, encoding="utf-8")
 
     words = ("import", tmp_path, "--format", "dejavu", "--target", "gemms.py:gemm")
     assert safetune.json(*words)["new"] == 1

@@ -106,7 +106,7 @@ class TestNotChecked:
         assert lines[-1].startswith("1 launch checked for elements that several programs write")
         assert ": 0 with findings; 2 not checked. Results were not compared" in lines[-1]
         assert f"    OSError: broken prune ({unchecked}:16)" in lines
-        row = next(line for line in lines if line.startswith("  all configs "))
+        row = next(line for line in lines if line.startswith("all configs "))
         assert row.split() == ["all", "configs", "not", "checked"]
 
 
@@ -165,7 +165,7 @@ class TestTables:
         assert (
             "fill  large  float32: skipped, because it has 10000 elements (--max-elements)" in lines
         )
-        row = next(line for line in lines if line.startswith("  BLOCK=64 STEP=63 "))
+        row = next(line for line in lines if line.startswith("BLOCK=64 STEP=63 "))
         assert row.split()[4:] == ["overlap", "2", "x", "1", "x", "1"]
         assert "    x: 1 element stored by several programs" in lines
         assert "        [63] programs 0, 1 at overlapping.py:26" in lines

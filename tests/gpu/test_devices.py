@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import warnings
@@ -16,7 +15,7 @@ import torch
 import triton
 
 from safetune import safetune
-from safetune.isolation import backend, cuda
+from safetune.isolation import backend, cuda, cuda_driver
 
 pytestmark = pytest.mark.gpu
 
@@ -112,7 +111,7 @@ def _compute_mode(value: int) -> Iterator[None]:
         def compute_mode(self, index: int) -> cuda.ComputeMode:
             return cuda.ComputeMode(value)
 
-    backend.register("cuda", lambda: OneMode(ctypes.CDLL("libcuda.so.1")))
+    backend.register("cuda", OneMode(cuda_driver.load()))
     try:
         yield
     finally:

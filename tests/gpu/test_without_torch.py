@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
 from safetune.isolation import child_handle
-from safetune.tuning import bench
+from safetune.isolation.cuda import Cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -197,7 +197,7 @@ CASES = (
 @pytest.fixture(params=[True, False], ids=["light", "full"])
 def without_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     child_handle.idle.drop()  # the child of another test may have torch
-    monkeypatch.setattr(bench, "WITHOUT_TORCH", request.param)
+    monkeypatch.setattr(Cuda, "needs_torch", not request.param)
     return bool(request.param)
 
 

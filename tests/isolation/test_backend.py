@@ -29,11 +29,8 @@ class TestWithoutABackend:
         assert reason == "there is no isolation for the fake back end yet"
 
     def test_a_library_that_cannot_be_loaded_is_a_reason_too(self) -> None:
-        def broken() -> Any:
-            raise BackendError("the fake library cannot be loaded")
-
         with launching_on(None):
-            backend.register("fake", broken)
+            backend.register("fake", BackendError("the fake library cannot be loaded"))
             assert why_not_isolated(CALL) == "the fake library cannot be loaded"
             assert backend.current() is None
 

@@ -14,6 +14,7 @@ import pytest
 
 from safetune.errors import BackendError, DeviceUnavailable, WorkerUnavailable
 from safetune.isolation import child_handle, cuda
+from safetune.isolation.cuda_driver import Driver
 from tests.backends import launching_on
 
 FIRST = "3f0c1f2a-8f6e-4a0e-9a51-0d5b8f1f6c11"
@@ -80,14 +81,14 @@ class Library:
         self._attributes = attributes or {}
         self._error = error
 
-    def cuInit(self, flags: int) -> int:
+    def cuInit(self, flags: Any) -> int:
         return 0
 
-    def cuDeviceGet(self, device: Any, index: int) -> int:
+    def cuDeviceGet(self, device: Any, index: Any) -> int:
         return 0
 
-    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
-        value._obj.value = self._attributes.get(attribute, 0)
+    def cuDeviceGetAttribute(self, value: Any, attribute: Any, device: Any) -> int:
+        value._obj.value = self._attributes.get(attribute.value, 0)
         return self._error
 
     def cuGetErrorName(self, error: int, text: Any) -> int:
@@ -101,7 +102,7 @@ def driver() -> Iterator[Callable[..., None]]:
     with contextlib.ExitStack() as stack:
 
         def answer(library: Library, **options: Any) -> None:
-            stack.enter_context(launching_on(cuda.Cuda(library, **options), "cuda"))
+            stack.enter_context(launching_on(cuda.Cuda(Driver(library), **options), "cuda"))
 
         answer(Library())
         yield answer
@@ -217,7 +218,7 @@ class TestPointers:
         """Gets these errors in turn, and notes when a context is bound."""
 
         def __init__(self, *errors: int) -> None:
-            super().__init__(self)
+            super().__init__(Driver(self))
             self._errors = list(errors)
             self.bound = 0
 

@@ -14,7 +14,7 @@ from safetune.isolation import elsewhere
 def test_what_is_printed_need_not_be_text() -> None:
     program = r"import os, sys; os.write(1, b'a\xffb'); os.write(2, b'\xfe'); sys.exit(3)"
     asked = elsewhere.ask([sys.executable, "-c", program], 60)
-    assert asked == elsewhere.Answer(3, "a\ufffdb", "\ufffd")
+    assert (asked.returncode, asked.stdout, asked.stderr) == (3, "a\ufffdb", "\ufffd")
 
 
 def test_a_process_that_no_signal_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +28,12 @@ def test_a_process_that_no_signal_ends_is_left_alone(monkeypatch: pytest.MonkeyP
     assert made[0].poll() is None, "it still runs"
     kill(made[0])
     made[0].wait()
+
+
+def test_a_card_that_works_has_no_reason_and_one_that_is_not_there_has() -> None:
+    assert elsewhere.why_broken(-1) == ""
+    assert elsewhere.why_broken(77)
+
+
+def test_a_card_that_does_not_answer_is_broken() -> None:
+    assert elsewhere.why_broken(-1, limit_s=0.01) == "no answer within 0.01 s"

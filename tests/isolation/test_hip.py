@@ -16,22 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITFunction
 
 from safetune.errors import BackendError
-from safetune.inputs import kernel_pickle
-from safetune.inputs.compile_spec import pack_for_compiler
 from safetune.isolation import backend, hip
-from safetune.isolation.compile_pool import CompilePool
 from safetune.isolation.device_bytes import Run
-from safetune.outcome import Verdict
 from tests import conftest
+from tests.backends import compiled_in_a_child
 from tests.conftest import ROOT, FreshProcess
 from tests.isolation.conftest import Records
 
@@ -223,26 +216,12 @@ def test_the_script_for_a_card_says_what_is_missing_here(fresh_process: FreshPro
     assert done.stderr.strip().splitlines()[-1] == expected
 
 
-def small(x, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + offset, 2 * tl.load(x + offset, mask=offset < n), mask=offset < n)
-
-
 @pytest.mark.parametrize("architecture", ["gfx942", pytest.param("gfx950", marks=pytest.mark.full)])
 def test_compile_children_compile_for_it(
     architecture: str, triton_cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    target = GPUTarget("hip", architecture, 64)
-    jit = JITFunction(small)
-    source = ASTSource(jit, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {(2,): 64}, {})
-    options = make_backend(target).parse_options({}).__dict__
-    parts = (source.signature, source.constants, source.attrs, dict(options), target)
-    spec = kernel_pickle.pack(parts, "the constants of small")
-    with CompilePool(lambda: pack_for_compiler(jit), 60.0, size=1) as pool:
-        pool.add(0, spec)
-        (compiled,) = pool.results()
-    assert compiled.outcome.verdict is Verdict.OK, compiled.outcome
+    compiled = compiled_in_a_child(GPUTarget("hip", architecture, 64))
     assert compiled.binary is not None
     assert compiled.binary.digest, "it is found in the disk cache"
     (code,) = tmp_path.rglob("*.hsaco")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -48,6 +48,10 @@ def child() -> Iterator[Child]:
     started.kill()
 
 
+def _nothing_is_shared() -> NoReturn:
+    pytest.fail("no argument is in memory that could be shared")
+
+
 @contextmanager
 def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     """A measuring child with one call, and one config for each of these pre-hooks."""
@@ -69,7 +73,7 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     grids = [(1,)] * len(hooks)
     job = Prepare(blob, snapshot.layout, index=-1, grids=grids, effects=Effects())
     results = os.memfd_create("results")
-    made = MeasuringChild(job, (snapshot.fd, results), timeout_s)
+    made = MeasuringChild(job, (snapshot.fd, results), timeout_s, _nothing_is_shared)
     try:
         yield made
     finally:

@@ -156,7 +156,7 @@ def test_an_answer_survives_the_pipe() -> None:
 )
 def test_a_job_survives_the_pipe(pipe, job: Job) -> None:
     ours, theirs = pipe
-    protocol.send_job(ours, job, 4, (), timeout_s=10)
+    protocol.send(ours, {"number": 4}, pickle.dumps(job), timeout_s=10)
     header, pickled, fds = protocol.receive(theirs)
     assert (header, pickle.loads(pickled), fds) == ({"number": 4}, job, [])
 

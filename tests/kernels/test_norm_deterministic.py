@@ -40,7 +40,8 @@ def tuned_to(monkeypatch: pytest.MonkeyPatch) -> Any:
                 launched.append(_config)
                 return _kernel.fn.run(*args, **kw, **_config.all_kwargs())
 
-            monkeypatch.setattr(kernel, "run", run)
+            kernel.forget_launches()  # and not by setattr, which would leave a `run` there
+            monkeypatch.setitem(vars(kernel), "run", run)
         return launched
 
     return tune

@@ -13,6 +13,7 @@ from safetune.kernels import (
     LayerNorm,
     LayerNormLinear,
     RMSNorm,
+    calls,
     group_norm,
     group_norm_linear,
     layer_norm,
@@ -266,6 +267,33 @@ def test_a_cuda_graph_of_both_passes(random: Any, deterministic: bool) -> None:
         graph.replay()
         for found, right in zip(captured, both_passes(), strict=True):
             assert torch.equal(found, right)
+
+
+@kinds
+@pytest.mark.parametrize("rows", [3, 450, 5000])
+def test_a_call_like_one_before_launches_without_checks(
+    random: Any, monkeypatch: pytest.MonkeyPatch, rows: int, is_rms_norm: bool
+) -> None:
+    x, residual, dy = (random(rows, 768, dtype=torch.bfloat16) for _ in range(3))
+    weight, bias = random(768), random(768)
+
+    def both_passes() -> list[Tensor]:
+        outputs = group_norm(x, weight, bias, residual, prenorm=True, is_rms_norm=is_rms_norm)
+        leaves = (x, weight, bias, residual)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, (dy.detach(), residual.detach()))]
+
+    def fail(*operands: Any) -> Any:
+        raise AssertionError("a call like one before was checked")
+
+    right = both_passes()
+    monkeypatch.setattr(calls.NormCall, "_checked_forward", fail)
+    monkeypatch.setattr(calls.NormCall, "backward", fail)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = both_passes()
+        stream.synchronize()
+        assert all(map(torch.equal, found, right))
 
 
 def test_make_graphed_callables(random: Any) -> None:

@@ -438,3 +438,16 @@ def test_eps_may_be_any_real_number(eps: Any, device: str) -> None:
     assert torch.equal(
         layer_norm_fwd(x, None, None, eps)[0], layer_norm(x, None, None, eps=float(eps))
     )
+
+
+def test_a_weight_may_be_computed(random: Any) -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    module, x = RMSNorm(16).to(random(1).device), random(4, 16)
+    right = 2 * module(x)
+    nn.utils.parametrize.register_parametrization(module, "weight", Twice())
+    torch.testing.assert_close(module(x), right)
+    moved = torch.func.functional_call(module, {"parametrizations.weight.original": random(16)}, x)
+    assert not torch.equal(moved, right)

@@ -52,6 +52,24 @@ def test_it_launches_what_the_call_does(
     assert by_bound == (*by_call[:2], 7, *by_call[3:])
 
 
+def test_a_parameter_may_be_a_part_of_a_tensor(kernel: Tuned, machine: Machine) -> None:
+    kernel.tuner[grid](X, OUT[32:], *REST)
+    parts = bound_launch(kernel.tuner, grid, (X, OUT[32:], *REST), {}, offsets={1: 128})
+    whole = bound_launch(kernel.tuner, grid, (X, OUT[32:], *REST), {})
+    assert parts is not None
+    assert whole is not None
+    assert parts(X, OUT) is not None
+    assert whole(X, OUT) is not None
+    assert [launch[4] for launch in machine.launches[-2:]] == [OUT.data_ptr() + 128, OUT.data_ptr()]
+
+
+def test_nothing_is_bound_while_triton_has_to_launch(
+    kernel: Tuned, machine: Machine, bound: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_hook(kernel, machine, monkeypatch)
+    assert bound_launch(kernel.tuner, grid, (X, OUT, *REST), {}) is None
+
+
 def test_a_launch_that_is_not_known_is_not_bound(kernel: Tuned) -> None:
     assert bound_launch(kernel.tuner, grid, (X, OUT, *REST), {}) is None
     kernel.tuner[grid](X, OUT, *REST)

@@ -195,6 +195,40 @@ class TestInTheWay:
         assert goes_by_triton(kernel, n=64)
         assert goes_by_triton(kernel, n=64)
 
+    def test_a_hook_is_over_once_the_chain_is_back(self, kernel: Tuned) -> None:
+        call(kernel)
+        chain = knobs.runtime.launch_enter_hook
+        with knobs.runtime.scope():
+            knobs.runtime.launch_enter_hook = lambda metadata: None
+            for _ in range(4):
+                assert goes_by_triton(kernel)
+            knobs.runtime.launch_enter_hook = chain  # set, though it is the default
+            assert not goes_by_triton(kernel)
+            chain.add(print)
+            try:
+                assert goes_by_triton(kernel)
+            finally:
+                chain.remove(print)
+            assert not goes_by_triton(kernel)
+        assert not goes_by_triton(kernel)
+
+    def test_a_setting_that_no_launch_depends_on(self, kernel: Tuned) -> None:
+        call(kernel)
+        with knobs.runtime.scope():
+            for hook in (print, None):
+                knobs.runtime.jit_post_compile_hook = hook
+                assert not goes_by_triton(kernel)
+
+    def test_a_hook_of_the_compiler_from_before_the_first_launch(self, kernel: Tuned) -> None:
+        stages: list[Any] = []
+        with knobs.runtime.scope():
+            knobs.runtime.add_stages_inspection_hook = lambda *a, **k: (str(stages), "")
+            for _ in range(4):
+                assert goes_by_triton(kernel)
+        for _ in range(3):
+            call(kernel)
+        assert not goes_by_triton(kernel)
+
     def test_pre_run_hooks(self, kernel: Tuned) -> None:
         call(kernel)
         told: list[Any] = []

@@ -70,7 +70,7 @@ class Cuda(cuda.Cuda):
     """The back end on the library, in a process whose torch has no devices."""
 
     def __init__(self) -> None:
-        super().__init__(library())
+        super().__init__(Driver(library()))
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:

@@ -46,6 +46,26 @@ def test_a_comment_leaves_out_findings_of_its_line_or_kernel(
     assert rules(lint({"kernels.py": "\n".join(lines)})) == ["phantom"] * left
 
 
+@pytest.mark.parametrize(
+    ("before", "configs"),
+    [
+        ("", "[triton.Config({'BLOCK': 64}, num_warps=n) for n, _ in enumerate((8, 8), 4)]"),
+        (
+            "SUMS = [a + b for a in range(400) for b in range(400)]",
+            "[triton.Config({'BLOCK': 64}, num_warps=n) for n in (4, 8)]",
+        ),
+    ],
+    ids=["a number to begin with", "a text that runs for too long"],
+)
+def test_what_the_text_does_not_tell_does_not_end_the_command(
+    lint: Lint, before: str, configs: str
+) -> None:
+    text = KERNEL.replace("CONFIGS =", f"{before}\nCONFIGS =").replace(
+        "configs=CONFIGS", f"configs={configs}"
+    )
+    assert rules(lint({"kernels.py": text})) == ["phantom"]
+
+
 SHARED = f"""{HEADER}
 KEY = ["N", "NB"]
 
@@ -85,6 +105,26 @@ def test_configs_keys_and_callees_are_found_in_other_files_of_the_tree(lint: Lin
         }
     )
     assert sorted(rules(found)) == ["flag", "phantom", "twice"]
+
+
+def test_a_file_with_the_name_of_its_folder_is_not_the_package(lint: Lint) -> None:
+    kernels = KERNEL.replace("CONFIGS =", "from . import lists\n_ =").replace(
+        "CONFIGS", "lists.ALL"
+    )
+    lists = "import triton\nALL = [triton.Config({'BLOCK': 64}) for _ in range(2)]"
+    files = {"package/package.py": "", "package/lists.py": lists, "package/kernels.py": kernels}
+    assert sorted(rules(lint(files))) == ["phantom", "twice"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="functions with type parameters are newer")
+def test_a_function_with_type_parameters_is_run(lint: Lint) -> None:
+    configs = "def configs[T](all: T) -> T:\n    return all\n"
+    text = KERNEL.replace("@triton.autotune", f"{configs}\n@triton.autotune")
+    assert rules(lint({"k.py": text.replace("=CONFIGS", "=configs(CONFIGS * 2)")})) == [
+        "twice",
+        "twice",
+        "phantom",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +181,26 @@ def test_the_command_prints_file_line_and_column_and_exits_with_1(file: Path) ->
     assert safetune(file, "--ignore", "phantom").exit_code == 0
     assert safetune(file, "--select", "flag").exit_code == 0
     assert safetune(file, "--select", "all").exit_code == 1
+
+
+def test_a_file_that_this_python_cannot_read_is_named(file: Path) -> None:
+    broken = file.with_name("broken.py")
+    broken.write_text(f"{KERNEL}\ndef (")
+    result = safetune(file.parent)
+    assert result.exit_code == 1, "of the other file"
+    (line,) = [line for line in result.stderr.splitlines() if "broken" in line]
+    assert f"{broken} is left out: Python 3" in line
+    assert result.stderr.endswith("1 finding in 1 tuner\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_a_file_is_read_in_its_own_encoding(file: Path, encoding: str) -> None:
+    text = KERNEL.replace("import torch", "import torch  # é")
+    if encoding == "latin-1":
+        text = f"# -*- coding: {encoding} -*-\n{text}"
+    file.write_text(text, encoding=encoding)
+    result = safetune(file)
+    assert (result.exit_code, result.stderr) == (1, "1 finding in 1 tuner\n")
 
 
 def test_json_github_and_sarif_have_the_place_and_the_rule(file: Path) -> None:

@@ -109,7 +109,7 @@ class Packed:
         entry = packs.checked(StoredChoice(key, replace(choice, **of_choice)))
         path = self.directory / name_of(entry)
         others = read_pack(path) if path.exists() else []
-        exchange.write_pack(exchange.merged([entry], others), path)
+        exchange.write(path, packs.dump(exchange.merged([entry], others)))
         return path
 
 

@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 import safetune
 from safetune import CaptureMiss, InvalidSetting
-from safetune.isolation import backend
+from safetune.isolation import backend, cuda_driver
 from safetune.isolation.cuda import Cuda
 from safetune.miss import background, under_capture
 from safetune.settings import Settings
@@ -386,7 +386,7 @@ def test_the_capture_of_a_stream_is_the_drivers_answer(
             state._obj.value, number._obj.value = status, 42
             return error
 
-    assert Cuda(Library()).capture_id(0x1234) == expected
+    assert Cuda(cuda_driver.Driver(Library())).capture_id(0x1234) == expected
 
 
 def test_without_a_device_nothing_is_captured() -> None:

@@ -23,6 +23,7 @@ from safetune.inputs.compile_spec import CallerSpecs
 from safetune.offline import plan, tasks
 from safetune.outcome import Binary
 from safetune.store.local.store import Store
+from safetune.store.records import CallCount, KeyRecord, RecordedCall
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import SearchBudget
 from tests.backends import FakeBackend, launching_on
@@ -153,11 +154,30 @@ def test_every_kernel_and_no_known_one_begins_with_more_of_the_time() -> None:
 
 
 def test_a_number_of_configs_and_the_time_of_a_decorator_are_of_each_key() -> None:
+    """Else the time of the last key's decorator is that of the whole sweep, and kernels without a
+    budget are searched.
+    """
     for budget in (1, "5m"):
-        tunings = planned(100, 320, budget=budget).tunings
-        sweep = plan.Sweep(tunings)
-        found = {sweep.task(each).kernel.tuner.budget for each in tunings}
-        assert found == {SearchBudget.parse("", budget)}
+        found = planned(100, 320, budget=budget)
+        sweep = plan.Sweep(found.tunings, found.most_s)
+        budgets = {sweep.task(each).kernel.tuner.budget for each in found.tunings}
+        assert budgets == {SearchBudget.parse("", budget)}
+
+
+def test_the_keys_that_take_the_most_recorded_time_come_first() -> None:
+    """A sweep may end early. Keys without recorded calls come last, as they were given."""
+    store = Store.in_memory()
+    sketches = [each.sketch for each in planned(100, 320, 640, 1).tunings]
+    for number, (calls, each_ms) in ((2, (5, 1.0)), (1, (100, 2.0))):
+        key = sketches[number].request.key
+        store.put_key(KeyRecord.of(key))
+        store.put_call(RecordedCall(key.digest, "add", "here:add", {}, 1.0))
+        store.count_calls(CallCount(key.digest, calls, 1, each_ms))
+
+    found = plan.plan(sketches, store).tunings
+
+    assert [each.sketch.shape for each in found] == ["320", "640", "100", "1"]
+    assert [each.share for each in found] == [200 / 205, 5 / 205, None, None]
 
 
 def test_a_later_key_finds_compiled_what_an_earlier_one_had_time_for(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +99,51 @@ def test_further_configs_are_those_that_keys_like_the_measured_ones_may_need() -
     assert shortlist.shortest(heavy, 0.01, 2).kept == {one, "far"}
 
 
+@pytest.mark.parametrize(
+    ("tables", "added"),
+    [
+        pytest.param(
+            ({"a": 1.0, "trend": 1.3, "near": 1.03}, {"a": 1.0, "trend": 1.05, "near": 1.03}),
+            "trend",
+            id="beyond the edge",
+        ),
+        pytest.param(
+            (
+                {"a": 1.0, "b": 1.5, "middle": 1.1, "near": 1.04},
+                {"a": 1.5, "b": 1.0, "middle": 1.1, "near": 1.7},
+            ),
+            "middle",
+            id="half way",
+        ),
+    ],
+)
+def test_a_config_is_added_for_keys_between_and_beyond_the_measured_ones(
+    tables: tuple[dict[str, float], ...], added: str
+) -> None:
+    """`near` is closer to the best of a measured key, and the fastest on no key like them."""
+    keys = measured(*tables)
+    least = shortlist.shortest(keys, 0.01).kept
+    assert shortlist.shortest(keys, 0.01, len(least) + 1).kept == least | {added}
+
+
+def test_a_long_list_takes_few_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain only falls, so the gains of most configs need not be known again for each config."""
+    import numpy
+
+    times = random.Random(1)
+    keys = measured(*({f"c{n:03}": 1 + times.random() for n in range(200)} for _ in range(8)))
+    least, logarithm, taken = shortlist.shortest(keys, 0.1).kept, numpy.log1p, 0
+
+    def count(values: Any) -> Any:
+        nonlocal taken
+        taken += numpy.size(values) // (8 + 2 * 8 * 7)
+        return logarithm(values)
+
+    monkeypatch.setattr(numpy, "log1p", count)
+    assert len(shortlist.shortest(keys, 0.1, 100).kept) == 100
+    assert taken < 200 * (100 - len(least)) / 4
+
+
 def test_a_list_is_not_made_so_short_that_a_measured_key_is_slower() -> None:
     keys = measured({"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0})
     with pytest.raises(InvalidSetting, match="--keep 1 is less than the 2 configs"):
@@ -142,6 +189,13 @@ def test_the_last_trial_of_each_config_counts_and_only_a_time_that_says_somethin
     (key,) = shortlist.measured_keys(stored, {"two": 5.0, "three": 2.0}, among)
     assert dict(key.times) == {"again": 9.0}
     assert key.weight == 2.0, "a key that was not recorded weighs as little as any other"
+
+
+def test_launches_that_the_host_held_up_do_not_make_a_config_slow() -> None:
+    timing = Timing(median_ms=9.0, p20_ms=1.0, p80_ms=20.0, count=48, stage="screen")
+    held_up = replace(trial("a", 1.0), outcome=Outcome(Verdict.OK, timing))
+    (key,) = shortlist.measured_keys([(record("one"), [held_up])], {}, ["a"])
+    assert dict(key.times) == {"a": 1.0}
 
 
 def test_only_keys_of_one_version_of_the_kernel_count() -> None:

@@ -86,6 +86,7 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
 
     (call,) = recorded["compiled"]
     assert (call["call"], call["origin"]) == ("N=20 float32", "fallback")
+    assert call["config"] == "BLOCK=16 num_warps=2 num_stages=3", "the choice of the nearest key"
     assert not call["was_there"]
     assert all(c["was_there"] for c in again["compiled"])
 
@@ -98,7 +99,7 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
     assert found == ({"cuda_utils", "__triton_launcher"} if older else set())
 
     first, loaded = card("launch")
-    assert first["launched"] == ["add_one 4", "add_one 2", "fill 4"]
+    assert first["launched"] == ["add_one 4", "add_one 2", "fill 2"]
     assert first["compilations"] == [True, True, True], "each was found in the disk cache"
     assert len(first["hooks"]) == 3, "Triton calls this hook for what it finds there, too"
 
@@ -124,5 +125,5 @@ def test_an_amd_gpu_needs_to_be_there_as_little(
     assert len(list((tmp_path / "compiled").rglob("*.hsaco"))) == 3
 
     first, _ = card("launch", CARD=architecture)
-    assert first["launched"] == ["add_one 4", "add_one 2", "fill 4"]
+    assert first["launched"] == ["add_one 4", "add_one 2", "fill 2"]
     assert first["compilations"] == [True, True, True], "each was found in the disk cache"

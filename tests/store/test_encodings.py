@@ -87,5 +87,5 @@ def test_a_number_that_is_not_finite_is_refused_before_it_is_encoded(
         with pytest.raises(RecordError, match=column):
             shared_record.encode(entry)
         with pytest.raises(PackError, match=column):
-            exchange.write_pack([entry], tmp_path / "pack.json")
+            exchange.write(tmp_path / "pack.json", packs.dump([entry]))
     assert list(tmp_path.iterdir()) == []

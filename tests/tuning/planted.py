@@ -291,7 +291,11 @@ def judged(
     snapshot.close()
     live = dict(zip(tensors, arguments.tensors, strict=True))
     file = os.memfd_create("results")
-    check = OutputCheck(arguments, list(tensors), scratch, effects, file)
+
+    def again(config: int) -> None:
+        launches[config](live)
+
+    check = OutputCheck(arguments, list(tensors), scratch, effects, file, again)
     votes = Votes()
     for index, each in enumerate(launches):
         votes.add(index, check.examine(functools.partial(each, live), votes.groups(), index))

@@ -30,6 +30,16 @@ def test_only_those_near_the_best_race():
     assert race.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
 
 
+def test_a_config_whose_launches_were_held_up_races():
+    """Its median says nothing; some of its launches are as fast as those of the best."""
+    held_up = Timing(median_ms=6.6, p20_ms=1.02, p80_ms=17.0, count=48, stage="screen")
+    slow = replace(held_up, p20_ms=1.2)
+    timings = {0: timing(1.0), 1: held_up, 2: slow}
+    assert race.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
+    near = {number: timing(1.03) for number in range(3, 20)}
+    assert 1 in race.finalists(timings | near, new=[*timings, *near], incumbent=None)
+
+
 def test_only_new_configs_challenge_an_incumbent():
     timings = {0: timing(1.0), 1: timing(1.01), 2: timing(1.02)}
     assert race.finalists(timings, new=[2], incumbent=0) == [0, 2]

@@ -21,7 +21,6 @@ from safetune.config import config_digest
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Verdict
 from safetune.settings import Settings
-from safetune.store.local import shared_trials
 from safetune.store.lookup import GuardedStore, open_lookup
 from safetune.store.records import KeyRecord
 from safetune.tuning.requests import Phases, Progress, TuningRequest
@@ -148,5 +147,5 @@ def test_a_config_that_found_no_memory_elsewhere_counts_as_not_tried(
     store.put_key(KeyRecord.of(request_.key))
     helping.settle(2, Outcome(Verdict.DIED))
     helping.settle(3, Outcome(Verdict.NO_MEMORY))
-    tried = shared_trials.tried(store.connection, request_.key.digest, 0.0)
+    tried = store.tried(request_.key.digest, 0.0)
     assert tried == {config_digest(request_.configs[2])}

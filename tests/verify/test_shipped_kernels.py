@@ -87,7 +87,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
         def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             found.add(kernel, grid, args, kwargs)
 
-        monkeypatch.setattr(kernel, "run", run)
+        kernel.forget_launches()  # and not by setattr, which would leave a `run` there
+        monkeypatch.setitem(vars(kernel), "run", run)
 
     # The function `layer_norm` hides the module of its name.
     for kernel in find_kernels(vars(import_module("safetune.kernels.layer_norm"))):

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 import click
 from rich.console import Console
 
-from safetune.cli.doctor.report import Check, State, fail
+from safetune.cli.command import command
+from safetune.cli.doctor.report import Check, State, check
 from safetune.cli.layout import print_fact
-from safetune.cli.output import counted, examples, print_json, stdout_console, typed
+from safetune.cli.output import counted, print_json, stdout_console, typed
 from safetune.errors import InvalidSetting
 
 _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
 
 
-@click.command("doctor", epilog=examples("safetune doctor", "safetune doctor --quick --json"))
+@command("doctor", "safetune doctor", "safetune doctor --quick --json")
 @click.option("--quick", is_flag=True, help="Do not start a tuning process.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
 def doctor(quick: bool, as_json: bool) -> None:
     """Check the GPU, the versions, isolation, the store and the limits of this process.
 
@@ -30,16 +30,16 @@ def doctor(quick: bool, as_json: bool) -> None:
 
     checks: list[Check] = []
     console = stdout_console()
-    wanted = [*machine.CHECKS, *gpus.CHECKS, *stores.CHECKS]
-    if not quick:
-        wanted.append(machine.isolation)
+    wanted: list[Callable[[], Iterator[Check]]] = [machine.versions, machine.limits, gpus.gpus]
+    wanted += [stores.settings, stores.cache_directory, stores.triton_cache]
+    wanted += [stores.shared_store, stores.packs, *([] if quick else [machine.isolation])]
     for each in _results(wanted):
         checks.append(each)
         if not as_json:
             _print(console, each)
-    states = Counter(check.state for check in checks)
+    states = Counter(each.state for each in checks)
     if as_json:
-        found = [{**vars(check), "state": check.state.value} for check in checks]
+        found = [{**vars(each), "state": each.state.value} for each in checks]
         print_json({"ok": not states[State.FAIL], "checks": found})
     else:
         counts = (counted(states[State.WARN], "warning"), counted(states[State.FAIL], "failure"))
@@ -49,18 +49,18 @@ def doctor(quick: bool, as_json: bool) -> None:
 
 def _results(checks: Iterable[Callable[[], Iterator[Check]]]) -> Iterator[Check]:
     """Yield the results of all checks; an error of a check is a failure."""
-    for check in checks:
+    for each in checks:
         try:
-            yield from check()
+            yield from each()
         except InvalidSetting:
             continue  # `stores.settings` says which
         except Exception as error:
-            name = check.__name__.replace("_", " ")
-            yield fail(name, f"this check failed: {typed(error)}", "report it as a bug of safetune")
+            name, bug = each.__name__.replace("_", " "), "report it as a bug of safetune"
+            yield check(name, f"this check failed: {typed(error)}", fail=bug)
 
 
-def _print(console: Console, check: Check) -> None:
-    name = f"{check.state.value:<5} "
-    print_fact(console, name, f"{check.name}: {check.found}", _STYLES[check.state])
-    if check.fix:
-        print_fact(console, f"{' ' * len(name)}-> ", check.fix)
+def _print(console: Console, one: Check) -> None:
+    name = f"{one.state.value:<5} "
+    print_fact(console, name, f"{one.name}: {one.found}", _STYLES[one.state])
+    if one.fix:
+        print_fact(console, f"{' ' * len(name)}-> ", one.fix)

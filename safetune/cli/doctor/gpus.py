@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from safetune.cli.doctor.report import Check, fail, ok, warn
+from safetune.cli.doctor.report import Check, check
 from safetune.errors import BackendError
 from safetune.isolation import cuda, cuda_driver
 
@@ -20,16 +20,15 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 def gpus() -> Iterator[Check]:
     """The driver and each GPU: its compute mode, MPS and MIG."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        yield warn("GPU", "TRITON_INTERPRET=1 is set", "unset it to use the GPU")
+        yield check("GPU", "TRITON_INTERPRET=1 is set", warn="unset it to use the GPU")
     if _has_hip():
-        tried = "SAFETUNE_EXPERIMENTAL_HIP=1 tries isolation there"
-        fix = f"AMD GPUs tune as Triton does, without isolation; {tried}"
-        yield warn("GPU", "torch is built for ROCm", fix)
+        fix = "AMD GPUs tune without isolation, as in Triton; SAFETUNE_EXPERIMENTAL_HIP=1 tries it"
+        yield check("GPU", "torch is built for ROCm", warn=fix)
         return
     try:
         driver = cuda_driver.load()
     except BackendError as error:
-        yield warn("driver", str(error), _ELSEWHERE)
+        yield check("driver", str(error), warn=_ELSEWHERE)
         return
     number = ctypes.c_int()
     try:
@@ -38,13 +37,15 @@ def gpus() -> Iterator[Check]:
         version = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
         driver.call("cuDeviceGetCount", ctypes.byref(number))
     except (BackendError, AttributeError) as error:
-        yield fail("driver", str(error), "run nvidia-smi; reload or reinstall NVIDIA's driver")
+        yield check(
+            "driver", str(error), fail="run nvidia-smi; reload or reinstall NVIDIA's driver"
+        )
         return
-    yield ok("driver", f"{version}{_kernel_module()}")
+    yield check("driver", f"{version}{_kernel_module()}")
     if not number.value:
         hidden = os.environ.get(cuda.VISIBLE)
         fix = f"{cuda.VISIBLE}={hidden!r} hides all" if hidden is not None else _ELSEWHERE
-        yield warn("GPU", "the driver shows no device", fix)
+        yield check("GPU", "the driver shows no device", warn=fix)
         return
     found = cuda.make()
     for index in range(number.value):
@@ -58,19 +59,17 @@ def _gpu(back_end: cuda.Cuda, device: cuda_driver.Description, index: int) -> Ch
     words = f"{device.name}, sm_{device.capability}, compute mode {mode}"
     words += f", MPS ({server})" if server else ", without MPS"
     words += ", a MIG partition" if " MIG " in device.name else ", without MIG"
-    if reason := back_end.why_not_shared(index):
-        return fail(f"GPU {index}", words, reason)
-    return ok(f"GPU {index}", words)
+    return check(f"GPU {index}", words, fail=back_end.why_not_shared(index) or "")
 
 
 def _torch_sees(count: int) -> Check:
     import torch
 
     if torch.cuda.is_available():
-        return ok("torch's CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")
+        return check("torch's CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")
     build = f"torch {torch.__version__} sees none of the {count} devices of the driver"
-    tell = warn if os.environ.get("TRITON_INTERPRET") == "1" else fail
-    return tell("torch's CUDA", build, "install a torch that is built for CUDA")
+    state = "warn" if os.environ.get("TRITON_INTERPRET") == "1" else "fail"
+    return check("torch's CUDA", build, **{state: "install a torch that is built for CUDA"})
 
 
 def _has_hip() -> bool:
@@ -86,6 +85,3 @@ def _kernel_module() -> str:
     except OSError:
         return ""
     return f", kernel module {found[1]}" if found else ""
-
-
-CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (gpus,)

@@ -10,16 +10,16 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetune import triton_internals
-from safetune.cli.doctor.report import Check, fail, ok, warn
+from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import version_of
 from safetune.isolation import elsewhere
 
-#: The oldest versions that are supported; the newest Triton is `triton_internals.NEWEST`.
-_OLDEST = {"torch": (2, 8), "triton": (3, 6)}
+#: The oldest and the newest versions that are supported.
+_SUPPORTED = (("torch", (2, 8), ()), ("triton", (3, 6), triton_internals.NEWEST))
 
 _MEMORY_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -35,25 +35,21 @@ _MEMORY = 4 << 30
 
 def versions() -> Iterator[Check]:
     """Python, torch and Triton, against those that are supported."""
-    own = f"{version_of('safetune')}, Python {platform.python_version()}"
-    linux = f"Linux {platform.release()}" if sys.platform == "linux" else sys.platform
-    if sys.platform == "linux":
-        yield ok("safetune", f"{own}, {linux}")
-    else:
-        yield fail("safetune", f"{own}, {linux}", "configs are isolated on Linux only")
-    for name, oldest in _OLDEST.items():
-        found = version_of(name)
+    is_linux = sys.platform == "linux"
+    system = f"Linux {platform.release()}" if is_linux else sys.platform
+    own = f"{version_of('safetune')}, Python {platform.python_version()}, {system}"
+    yield check("safetune", own, fail="" if is_linux else "configs are isolated on Linux only")
+    for name, oldest, newest in _SUPPORTED:
+        found, least = version_of(name), ".".join(map(str, oldest))
         version = tuple(map(int, re.findall(r"\d+", found)[:2]))
-        least = ".".join(map(str, oldest))
-        newest = triton_internals.NEWEST if name == "triton" else None
-        most = "" if newest is None else f" to {'.'.join(map(str, newest))}"
-        words = f"{found} (supported: {least}{most or ' and later'})"
-        if version < oldest:
-            yield fail(name, words, f"pip install '{name}>={least}'")
-        elif newest is not None and version > newest:
-            yield warn(name, words, "update safetune; known launches take Triton's slower path")
-        else:
-            yield ok(name, words)
+        most = f" to {'.'.join(map(str, newest))}" if newest else " and later"
+        too_new = bool(newest) and version > newest
+        yield check(
+            name,
+            f"{found} (supported: {least}{most})",
+            fail=f"pip install '{name}>={least}'" * (version < oldest),
+            warn="update safetune; known launches take Triton's slower path" * too_new,
+        )
 
 
 def limits() -> Iterator[Check]:
@@ -61,46 +57,35 @@ def limits() -> Iterator[Check]:
     from safetune.isolation.compile_pool import usable_cpus
 
     cpus = usable_cpus()
-    found = f"{cpus} usable of {os.cpu_count()}"
-    yield (
-        ok("CPUs", f"{found}; configs compile in {cpus} processes at once")
-        if cpus > 1
-        else warn("CPUs", found, "allow this job more CPUs: configs compile one after the other")
-    )
-    yield from _memory()
+    at_once = f"; configs compile in {cpus} processes at once" * (cpus > 1)
+    one = "allow this job more CPUs: configs compile one after the other" * (cpus == 1)
+    yield check("CPUs", f"{cpus} usable of {os.cpu_count()}{at_once}", warn=one)
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in map(Path, _MEMORY_FILES):
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            most = min(most, int(text))
+    little = "allow 4 GiB: each compile process may need a GiB" * (most < _MEMORY)
+    yield check("memory", size(most), warn=little)
     for name, kind, least, flag in (
         ("open files", resource.RLIMIT_NOFILE, _OPEN_FILES, "-n"),
         ("processes", resource.RLIMIT_NPROC, _PROCESSES, "-u"),
     ):
         soft, _ = resource.getrlimit(kind)
-        if soft == resource.RLIM_INFINITY or soft >= least:
-            yield ok(name, "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
-        else:
-            yield warn(name, f"at most {soft}", f"ulimit {flag} {4 * least}")
+        unlimited = soft == resource.RLIM_INFINITY
+        raised = "" if unlimited or soft >= least else f"ulimit {flag} {4 * least}"
+        yield check(name, "no limit" if unlimited else f"at most {soft}", warn=raised)
     yield _shared_memory(Path("/dev/shm"))
     yield _calls()
-
-
-def _memory() -> Iterator[Check]:
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in map(Path, _MEMORY_FILES):
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            most = min(most, int(text))
-    if most < _MEMORY:
-        yield warn("memory", size(most), "allow 4 GiB: each compile process may need a GiB")
-    else:
-        yield ok("memory", size(most))
 
 
 def _shared_memory(directory: Path) -> Check:
     try:
         usage = shutil.disk_usage(directory)
     except OSError as error:
-        return warn(str(directory), str(error), "mount a tmpfs there; torch and NCCL need it")
+        return check(str(directory), str(error), warn="mount a tmpfs there; torch and NCCL need it")
     words = f"{size(usage.free)} free of {size(usage.total)}"
-    if usage.free < _SHARED_MEMORY:
-        return warn(str(directory), words, "docker run --shm-size=1g; torch and NCCL need it")
-    return ok(str(directory), words)
+    little = "docker run --shm-size=1g; torch and NCCL need it" * (usage.free < _SHARED_MEMORY)
+    return check(str(directory), words, warn=little)
 
 
 def _calls() -> Check:
@@ -109,13 +94,12 @@ def _calls() -> Check:
         os.close(os.memfd_create("safetune-doctor", os.MFD_CLOEXEC))
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
-        return fail(
-            "system calls",
-            str(error),
-            "use Linux 5.3 or later, and allow pidfd_open and "
-            "memfd_create in the container's seccomp profile",
+        fix = (
+            "use Linux 5.3 or later, and allow pidfd_open and memfd_create in the container's "
+            "seccomp profile"
         )
-    return ok("system calls", "memfd_create and pidfd_open work")
+        return check("system calls", str(error), fail=fix)
+    return check("system calls", "memfd_create and pidfd_open work")
 
 
 def isolation(probe: Path = _PROBE) -> Iterator[Check]:
@@ -131,7 +115,7 @@ def isolation(probe: Path = _PROBE) -> Iterator[Check]:
             )
         except TimeoutError:
             fix = "run nvidia-smi, and look for processes that cannot be killed"
-            yield fail("isolation", f"no kernel could be tuned within {_PROBE_S:.0f} s", fix)
+            yield check("isolation", f"no kernel could be tuned within {_PROBE_S:.0f} s", fail=fix)
             return
     yield judged(done.returncode, done.stdout, done.stderr)
 
@@ -144,12 +128,12 @@ def judged(code: int, stdout: str, stderr: str) -> Check:
     except (ValueError, KeyError):
         last = (stderr.strip().splitlines() or [f"the command ended with {code}"])[-1]
         fix = "nothing can be tuned on this machine until this is fixed"
-        return fail("isolation", last.removeprefix("Error: "), fix)
+        return check("isolation", last.removeprefix("Error: "), fail=fix)
     words = ", ".join(f"{name} {label}" for name, label in labels.items())
     working = [name for name, label in labels.items() if label == "ok"]
     if code or working != ["FAULT=0"]:
-        return fail("isolation", words, "report it as a bug of safetune, with `--json`")
-    return ok("isolation", f"a tuning process crashed, and the tuning went on ({words})")
+        return check("isolation", words, fail="report it as a bug of safetune, with `--json`")
+    return check("isolation", f"a tuning process crashed, and the tuning went on ({words})")
 
 
 def size(count: int) -> str:
@@ -158,6 +142,3 @@ def size(count: int) -> str:
         if count >= 1 << power:
             return f"{count / (1 << power):.3g} {unit}"
     return f"{count} bytes"
-
-
-CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (versions, limits)

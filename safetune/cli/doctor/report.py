@@ -25,16 +25,7 @@ class Check:
     fix: str = ""
 
 
-def ok(name: str, found: str) -> Check:
-    """Return a check that passed."""
-    return Check(name, State.OK, found)
-
-
-def warn(name: str, found: str, fix: str) -> Check:
-    """Return a check whose result is likely to surprise."""
-    return Check(name, State.WARN, found, fix)
-
-
-def fail(name: str, found: str, fix: str) -> Check:
-    """Return a check that shows why safetune cannot do its work."""
-    return Check(name, State.FAIL, found, fix)
+def check(name: str, found: str, fail: str = "", warn: str = "") -> Check:
+    """Return a check; it fails, or warns, where there is something to do about it."""
+    state = State.FAIL if fail else State.WARN if warn else State.OK
+    return Check(name, state, found, fail or warn)

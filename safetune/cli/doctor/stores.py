@@ -9,11 +9,11 @@ import socket
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetune.cli.doctor.machine import size
-from safetune.cli.doctor.report import Check, fail, ok, warn
+from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import counted
 from safetune.cli.stored import check_writable, located, open_store
 from safetune.errors import InvalidSetting, SafetuneError, StoreError
@@ -34,17 +34,16 @@ def settings() -> Iterator[Check]:
         try:
             mode = Settings.current().mode
         except InvalidSetting as error:
-            yield fail("settings", str(error), "correct the variable, or unset it")
+            yield check("settings", str(error), fail="correct the variable, or unset it")
             return
     for warning in caught:
-        yield warn("settings", str(warning.message), "correct the variable's name, or unset it")
+        yield check(
+            "settings", str(warning.message), warn="correct the variable's name, or unset it"
+        )
     given = sorted(name for name in os.environ if name.startswith("SAFETUNE_"))
     words = f"mode {mode.value}" + (f"; set: {', '.join(given)}" if given else "")
-    if mode in (Mode.TUNE, Mode.BACKGROUND):
-        yield ok("settings", words)
-    else:
-        fix = "nothing is tuned at a launch in this mode; unset SAFETUNE_MODE to tune"
-        yield warn("settings", words, fix)
+    fix = "nothing is tuned at a launch in this mode; unset SAFETUNE_MODE to tune"
+    yield check("settings", words, warn=fix * (mode not in (Mode.TUNE, Mode.BACKGROUND)))
 
 
 def cache_directory() -> Iterator[Check]:
@@ -54,22 +53,21 @@ def cache_directory() -> Iterator[Check]:
     current = Settings.current()
     where = located()
     kind = db_files.mounted_type(current.cache_dir) or "unknown file system"
-    if where.network:
-        fix = (
-            "for choices that are kept on a local disk, set SAFETUNE_CACHE_DIR to one on each node"
-        )
-        yield warn("cache directory", where.warning(current), fix)
-    else:
-        yield ok("cache directory", f"{current.cache_dir} ({kind})")
+    found = where.warning(current) if where.network else f"{current.cache_dir} ({kind})"
+    fix = "for choices that are kept on a local disk, set SAFETUNE_CACHE_DIR to one on each node"
+    yield check("cache directory", found, warn=fix * bool(where.network))
     if where.directory is None:
-        yield fail(
-            "database", "no local disk is writable", "set TMPDIR or SAFETUNE_CACHE_DIR to one"
-        )
+        fix = "set TMPDIR or SAFETUNE_CACHE_DIR to one"
+        yield check("database", "no local disk is writable", fail=fix)
         return
     yield _writable(where.directory)
     if where.directory.exists():
-        yield from _permissions(where.directory)
-        yield from _damaged(where.directory / db_files.DATABASE_NAME)
+        yield _permissions(where.directory)
+        if aside := db_files.moved(where.directory / db_files.DATABASE_NAME):
+            words = (
+                f"{counted(len(aside), 'damaged database')} kept beside it, the last {aside[-1]}"
+            )
+            yield check("damaged databases", words, warn="safetune gc --older-than 0 --dry-run")
     yield _space("space for the database", where.directory)
 
 
@@ -83,41 +81,29 @@ def _writable(directory: Path) -> Check:
             check_writable()
         except StoreError as error:
             fix = "correct the permissions, or set SAFETUNE_CACHE_DIR to a directory of your own"
-            return fail("database", str(error), fix)
+            return check("database", str(error), fail=fix)
         choices = len(open_store().choices())
-        return ok("database", f"{database}, {counted(choices, 'choice')}, can be written")
+        return check("database", f"{database}, {counted(choices, 'choice')}, can be written")
     parent = _existing(directory)
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
         fix = "set SAFETUNE_CACHE_DIR to a directory that you can write to"
-        return fail("database", f"{directory} cannot be created in {parent}", fix)
-    return ok("database", f"{database} does not exist yet, and can be created")
+        return check("database", f"{directory} cannot be created in {parent}", fail=fix)
+    return check("database", f"{database} does not exist yet, and can be created")
 
 
-def _permissions(directory: Path) -> Iterator[Check]:
+def _permissions(directory: Path) -> Check:
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         words = f"{directory} has mode {mode:o}: other users can replace the choices"
-        yield warn("permissions", words, f"chmod 700 {directory}")
-    else:
-        yield ok("permissions", f"mode {mode:o}")
-
-
-def _damaged(database: Path) -> Iterator[Check]:
-    from safetune.store.local import db_files
-
-    if aside := db_files.moved(database):
-        words = f"{counted(len(aside), 'damaged database')} kept beside it, the last {aside[-1]}"
-        yield warn("damaged databases", words, "safetune gc --older-than 0 --dry-run")
+        return check("permissions", words, warn=f"chmod 700 {directory}")
+    return check("permissions", f"mode {mode:o}")
 
 
 def _space(name: str, directory: Path) -> Check:
     free = shutil.disk_usage(_existing(directory)).free
     words = f"{size(free)} free in {directory}"
-    if free < _NO_SPACE:
-        return fail(name, words, "free some space: outcomes cannot be stored")
-    if free < _LITTLE_SPACE:
-        return warn(name, words, "free some space")
-    return ok(name, words)
+    full = "free some space: outcomes cannot be stored" * (free < _NO_SPACE)
+    return check(name, words, fail=full, warn="free some space" * (free < _LITTLE_SPACE))
 
 
 def triton_cache() -> Iterator[Check]:
@@ -127,13 +113,13 @@ def triton_cache() -> Iterator[Check]:
     parent = _existing(directory)
     if not os.access(parent, os.W_OK | os.X_OK):
         fix = "set TRITON_CACHE_DIR to a directory that you can write to"
-        yield fail("Triton's cache", f"{parent} cannot be written", fix)
+        yield check("Triton's cache", f"{parent} cannot be written", fail=fix)
         return
     from safetune.store.local import db_files
 
     if network := db_files.network_of(directory):
         fix = "set TRITON_CACHE_DIR to a directory on a local disk of each node"
-        yield warn("Triton's cache", f"{directory} is on {network}, which is slow", fix)
+        yield check("Triton's cache", f"{directory} is on {network}, which is slow", warn=fix)
     yield _space("Triton's cache", directory)
 
 
@@ -144,7 +130,7 @@ def shared_store() -> Iterator[Check]:
 
     url = located().shared(Settings.current())
     if not url:
-        yield ok("shared store", "none; SAFETUNE_SHARED names one that several nodes use")
+        yield check("shared store", "none; SAFETUNE_SHARED names one that several nodes use")
         return
     words = display_url(url)
     try:
@@ -157,21 +143,18 @@ def shared_store() -> Iterator[Check]:
             if lease is not None:
                 lease.release(published=False)
     except Unwritable as error:
-        yield warn(
-            "shared store",
-            f"{words}: {error}",
-            "allow this user to write; choices of this node are not shared",
-        )
+        fix = "allow this user to write; choices of this node are not shared"
+        yield check("shared store", f"{words}: {error}", warn=fix)
         return
     except SafetuneError as error:
         fix = (
             "check the URL, the network and the credentials; until then each node tunes for itself"
         )
-        yield fail("shared store", f"{words}: {error}", fix)
+        yield check("shared store", f"{words}: {error}", fail=fix)
         return
     words += f", answers in {seconds * 1e3:.3g} ms"
     slow = "choices are looked up in one request per kernel; a store that is closer is faster"
-    yield warn("shared store", words, slow) if seconds > _SLOW_S else ok("shared store", words)
+    yield check("shared store", words, warn=slow * (seconds > _SLOW_S))
 
 
 def packs() -> Iterator[Check]:
@@ -183,12 +166,14 @@ def packs() -> Iterator[Check]:
         try:
             found = exchange.collect(directory)
         except (SafetuneError, OSError) as error:
-            yield fail("packs", str(error), "export it again, or take it out of SAFETUNE_PACKS")
+            yield check(
+                "packs", str(error), fail="export it again, or take it out of SAFETUNE_PACKS"
+            )
             continue
         choices = counted(len(found.entries), "choice")
-        yield ok("packs", f"{directory}: {choices} in {_packs_in(directory)}")
+        yield check("packs", f"{directory}: {choices} in {_packs_in(directory)}")
     own = shipped()
-    yield ok("shipped packs", "none" if own is None else _packs_in(own))
+    yield check("shipped packs", "none" if own is None else _packs_in(own))
 
 
 def _packs_in(directory: Path) -> str:
@@ -197,12 +182,3 @@ def _packs_in(directory: Path) -> str:
 
 def _existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists())
-
-
-CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
-    settings,
-    cache_directory,
-    triton_cache,
-    shared_store,
-    packs,
-)

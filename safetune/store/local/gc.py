@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetune.errors import StoreError
 from safetune.frozen import dataclass
 from safetune.store.local import db_files, locks
-from safetune.store.local.store import OF_KEY, delete_keys
+from safetune.store.local.rows import OF_KEY, delete_keys
 
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection

@@ -56,10 +56,14 @@ class Table:
     #: checksum, so older rows stay as they are.
     added: Mapping[str, Scalar] = field(default_factory=dict)
     select: str = field(init=False)
+    select_one: str = field(init=False)  # by its primary key
 
     def __post_init__(self) -> None:
         names = ", ".join(f"{self.name}.{column}" for column in self.columns)
-        object.__setattr__(self, "select", f"SELECT {names}, {self.name}.checksum FROM {self.name}")
+        select = f"SELECT {names}, {self.name}.checksum FROM {self.name}"
+        same = " AND ".join(f"{self.name}.{name} = ?" for name in self.primary_key)
+        object.__setattr__(self, "select", select)
+        object.__setattr__(self, "select_one", f"{select} WHERE {same}")
 
     def seal(self, values: Mapping[str, Any]) -> dict[str, Scalar]:
         """Return the row that holds `values`; raises `RecordError` naming the bad column."""
@@ -129,13 +133,14 @@ class Table:
         """Write a row unless a sound one has its key: then return that one, else None."""
         if self.insert(connection, row, "IGNORE"):
             return None
-        same = " AND ".join(f"{self.name}.{name} = ?" for name in self.primary_key)
-        identity = [row[name] for name in self.primary_key]
-        found = connection.execute(f"{self.select} WHERE {same}", identity).fetchall()
-        sound = next(self.sound(found), None)
+        sound = self.find(connection, *(row[name] for name in self.primary_key))
         if sound is None:
             self.insert(connection, row, "REPLACE")
         return sound
+
+    def find(self, connection: sqlite3.Connection, *identity: Scalar) -> Any:
+        """Return the record with this primary key; None without a sound one."""
+        return next(self.sound(connection.execute(self.select_one, identity).fetchall()), None)
 
     def checksum(self, content: Sequence[Any]) -> str:
         """Return the checksum of a row with these values."""
@@ -190,6 +195,23 @@ CALL = Table(
 )
 
 TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)
+
+
+#: The tables that have many rows of one key, and what is left without one.
+OF_KEY = ("trial", "choice", "call")
+_DELETE_UNUSED = (
+    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
+    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
+)
+
+
+def delete_keys(connection: sqlite3.Connection, keys: Sequence[tuple[str]]) -> None:
+    """Delete some keys in the open transaction, with all that is stored of them alone."""
+    for table in OF_KEY:
+        connection.executemany(f"DELETE FROM {table} WHERE key = ?", keys)
+    connection.executemany("DELETE FROM key WHERE digest = ?", keys)
+    for statement in _DELETE_UNUSED:
+        connection.execute(statement)
 
 
 def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:

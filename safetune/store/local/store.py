@@ -44,7 +44,6 @@ AGREED = "sync()"
 _BEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
 CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
-_CHOICE_OF_GENERATION = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
 _CHOSEN = "SELECT key, declared FROM choice WHERE created > ?"
 _ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
@@ -62,14 +61,12 @@ _HAS_KEY = (
     "SELECT 1 FROM key JOIN kernel ON kernel.digest = key.kernel "
     "JOIN device ON device.digest = key.device WHERE key.digest = ?"
 )
-_CALL_OF_KEY = f"{CALL.select} WHERE key = ?"
 
-#: The tables that have many rows of one key, and what is left without one.
-OF_KEY = ("trial", "choice", "call")
-_DELETE_UNUSED = (
-    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
-    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
+_PASSING = ", ".join(f"'{verdict.value}'" for verdict in TRANSIENT)
+_TRIED = (
+    f"SELECT config_digest FROM trial WHERE key = ? AND created > ? AND verdict NOT IN ({_PASSING})"
 )
+_FORGET = "DELETE FROM trial WHERE key = ? AND config_digest = ?"
 
 
 class Store:
@@ -153,6 +150,16 @@ class Store:
             if trial.outcome.verdict not in TRANSIENT
         }
 
+    def tried(self, key: str, since: float) -> set[str]:
+        """Return the configs of a key with an outcome since a time that is not transient."""
+        with self.connection.reading() as connection:
+            return {digest for (digest,) in connection.execute(_TRIED, (text(key), since))}
+
+    def forget(self, key: str, configs: Iterable[str]) -> None:
+        """Delete the outcomes of configs of a key, which are then tried again."""
+        with self.connection.transaction() as connection:
+            connection.executemany(_FORGET, [(text(key), config) for config in configs])
+
     def choice(
         self, key: str, declared: str | None = None, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
@@ -172,10 +179,10 @@ class Store:
         wanted = [row[name] for name in CHOICE.primary_key]
         with self.connection.transaction() as connection:
             self._restore_key(connection, row)
-            stored = self._checked(connection, CHOICE, _CHOICE_OF_GENERATION, *wanted)
+            stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
             if not stored:
                 CHOICE.insert(connection, row, "REPLACE")  # also over a row that is corrupt
-                stored = self._checked(connection, CHOICE, _CHOICE_OF_GENERATION, *wanted)
+                stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
             if not stored:
                 raise Damaged("the row that was just written is not found")
         return stored[0]
@@ -266,7 +273,7 @@ class Store:
                 connection.execute("DELETE FROM call WHERE name = ?", name)
             else:
                 keys = [(digest,) for (digest,) in keys if digest in digests]
-            delete_keys(connection, keys)
+            rows.delete_keys(connection, keys)
         self.ask_again()
         return len(keys)
 
@@ -301,7 +308,7 @@ class Store:
                     CALL.upsert(connection, CALL.seal(vars(counted)))
 
     def _call(self, connection: sqlite3.Connection, key: str) -> RecordedCall | None:
-        found = self._fetch(connection, CALL, _CALL_OF_KEY, text(key))
+        found = self._fetch(connection, CALL, CALL.select_one, text(key))
         return found[0] if found else None
 
     def calls(self) -> list[RecordedCall]:
@@ -369,15 +376,6 @@ class Store:
             logger.warning(
                 "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
             )
-
-
-def delete_keys(connection: sqlite3.Connection, keys: Sequence[tuple[str]]) -> None:
-    """Delete some keys in the open transaction, with all that is stored of them alone."""
-    for table in OF_KEY:
-        connection.executemany(f"DELETE FROM {table} WHERE key = ?", keys)
-    connection.executemany("DELETE FROM key WHERE digest = ?", keys)
-    for statement in _DELETE_UNUSED:
-        connection.execute(statement)
 
 
 def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, ChoiceRecord]]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -24,10 +22,10 @@ from safetune.store.local.store import CHOICES_OF_LIST, IMPORTED, Store
 from safetune.store.packs.packs import (
     beginning,
     checked,
-    dump,
     name_of,
     read_pack,
     sync_directory,
+    written_beside,
 )
 from safetune.store.records import StoredChoice, TrialRecord, wins
 
@@ -122,18 +120,6 @@ def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
     return list(best.values())
 
 
-def selected(
-    entries: Iterable[StoredChoice], kernels: Collection[str] = (), device: str | None = None
-) -> list[StoredChoice]:
-    """Return the choices of some kernels, on devices with a name that has `device` in it."""
-    return [
-        entry
-        for entry in entries
-        if (not kernels or entry.key.kernel_name in kernels)
-        and (device is None or device.lower() in str(entry.key.device["name"]).lower())
-    ]
-
-
 def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
     """Return the choices of each pack that they make, by its file's name, sorted."""
     packs: dict[str, list[StoredChoice]] = {}
@@ -142,25 +128,13 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
     return dict(sorted(packs.items()))
 
 
-def write_pack(entries: Sequence[StoredChoice], path: Path) -> None:
-    """Write a pack as `write` does."""
-    write(path, dump(entries))
-
-
 def write(path: Path, text: str) -> None:
     """Write a file in place of what is there, whole or not at all; raises `PackError`."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with contextlib.ExitStack() as on_error:
-            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            on_error.callback(os.unlink, name)
-            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(descriptor)
-            os.chmod(name, 0o644)  # to be reviewed, and read by other users of a container
-            os.replace(name, path)
-            on_error.pop_all()
+        with written_beside(path, text.encode()) as new:
+            new.chmod(0o644)  # to be reviewed, and read by other users of a container
+            new.replace(path)
         sync_directory(path.parent)
     except OSError as error:
         raise PackError(f"cannot write {path}: {error.strerror or error}") from error

@@ -18,12 +18,14 @@ import json
 import os
 import re
 import stat
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import PackError, StoreError, StoreWarning
 from safetune.keys import encoding
+from safetune.keys.tuning_key import CALL
 from safetune.messages import warn
 from safetune.store import schema
 from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice
@@ -57,6 +59,21 @@ def beginning(path: Path, count: int) -> bytes:
             return file.read(count)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """A file of this content, synced, to be given the name `path`; it is gone at the end."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def sync_directory(path: Path) -> None:
@@ -225,7 +242,7 @@ def _line(value: Any) -> str:
 
 def natural(call: dict[str, Any]) -> list[Any]:
     """A total order in which 256 comes before 1024."""
-    pairs = [pair for name in schema.CALL for pair in call[name]]
+    pairs = [pair for name in CALL for pair in call[name]]
     return [*((str(name), _rank(value)) for name, value in pairs), ("", (9, encoding.dumps(call)))]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from safetune.errors import PackError, StoreError
 from safetune.messages import logger
 from safetune.settings import display_url, without_password
-from safetune.store.packs.packs import beginning, sync_directory
+from safetune.store.packs.packs import beginning, sync_directory, written_beside
 from safetune.store.records import StoredChoice
 from safetune.store.shared.protocol import (
     FORMAT,
@@ -105,9 +105,10 @@ class RecordFiles(ABC):
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Any]:
         """The path of each record, of these keys at least."""
 
-    @abstractmethod
     def _load(self, namespace: str, paths: Mapping[Name, Any]) -> list[StoredChoice]:
         """The valid records in these files."""
+        read = (self._read(path, namespace, name) for name, path in paths.items())
+        return [found for found in read if found]
 
     @abstractmethod
     def _read(self, path: Any, namespace: str, name: Name) -> StoredChoice | None:
@@ -192,10 +193,6 @@ class Directory(RecordFiles):
             problem = f"{place.parent} is empty, as where nothing is mounted: create {place} first"
             raise FileNotFoundError(errno.ENOENT, problem)
 
-    def _load(self, namespace: str, paths: Mapping[Name, Path]) -> list[StoredChoice]:
-        read = (self._read(path, namespace, name) for name, path in paths.items())
-        return [found for found in read if found]
-
     def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
         try:
             text = beginning(path, MAX_BYTES + 1)
@@ -212,17 +209,9 @@ class Directory(RecordFiles):
         except FileExistsError as error:
             logger.info("%s is not a directory, and is left as it is: %s", path.parent, error)
             return
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if not give_name(temporary, path):
-                _mend(path, temporary, is_record)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        with written_beside(path, data) as new:
+            if not give_name(new, path):
+                _mend(path, new, is_record)
         for directory in path.parents[:4]:  # each may be new
             sync_directory(directory)
 
@@ -292,10 +281,7 @@ def _is_small(facts: Mapping[str, Any]) -> bool:
 
 
 def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> None:
-    """Put a record in place of a file that is not one, such as half of one, and of nothing else.
-
-    The file is moved aside first and looked at there: another node may have mended it meanwhile.
-    """
+    """Put a record in place of a file that is not one, such as half of one, and of nothing else."""
     try:
         beginning(path, 1)
     except (OSError, PackError) as error:
@@ -303,13 +289,18 @@ def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> N
         return
     if is_record(path):
         return
-    aside = temporary.with_name(f"{temporary.name}.old")
+    take_away(path, is_record)
+    give_name(temporary, path)
+
+
+def take_away(path: Path, stays: Callable[[Path], object]) -> None:
+    """Remove a file that does not stay, also where another node replaces it meanwhile."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.old")
     with contextlib.suppress(FileNotFoundError):  # another node has moved it
         path.rename(aside)
-        if is_record(aside):
+        if stays(aside):
             give_name(aside, path)
         aside.unlink()
-    give_name(temporary, path)
 
 
 def _namespace_entries(directory: Path) -> list[str]:

@@ -95,17 +95,13 @@ def open_shared(url: str, sweep: bool = False) -> SharedStore:
 
 
 class _Budget:
-    """Seconds that callers may wait, `BUDGET_S` if None, which come back as time passes."""
+    """Seconds that callers may wait, which come back as time passes."""
 
-    def __init__(self, clock: Callable[[], float], total_s: float | None) -> None:
+    def __init__(self, clock: Callable[[], float], total_s: float) -> None:
         self._clock = clock
-        self._given_s = total_s
+        self._total_s = total_s
         self._lock = forks.lock()
         self.refill()
-
-    @property
-    def _total_s(self) -> float:
-        return BUDGET_S if self._given_s is None else self._given_s
 
     def refill(self) -> None:
         """Start with all of it."""
@@ -149,7 +145,7 @@ class SharedLayer:
         self._batch = batch
         self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
-        self._budget = _Budget(clock, budget_s)
+        self._budget = _Budget(clock, BUDGET_S if budget_s is None else budget_s)
         self._off_until = self._unwritable_until = 0.0
         self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}

@@ -13,18 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-from safetune.store.shared.files import MISSES, Directory, give_name
-from safetune.store.shared.protocol import Lease, NoLease
+from safetune.store.packs.packs import written_beside
+from safetune.store.shared.files import MISSES, Directory, give_name, take_away
+from safetune.store.shared.protocol import UNSHARED, UNSHARED_S, Lease, NoLease
 
 #: A client of NFS may see the time of a file 30 s late, or 60 s where its mount says so.
 EXPIRES_AFTER_S = 60.0
-
-#: The owner of a lease whose last holder did not publish a choice: every node gets it for a while.
-_UNSHARED = "unshared"
-_UNSHARED_S = 600.0
 
 
 class LeasedDirectory(Directory):
@@ -39,16 +35,17 @@ class LeasedDirectory(Directory):
         path = self._leases / key[:2] / key
         text = f"{node} {uuid.uuid4().hex}\n"
         mine = FileLease(path, text, self._expires_after_s)
-        with self._failures("write to"):
+        with self._failures("write to"), contextlib.ExitStack() as written:
             self._check_mounted()
-        with self._failures("write to"), _written(path, text) as new:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = written.enter_context(written_beside(path, text.encode()))
             for _ in range(2):
                 if give_name(new, path):
                     return mine
                 found, touched = _read(path)
                 age_s = new.stat().st_mtime - touched
                 owner = (found.split() or [""])[0]
-                if owner == _UNSHARED and age_s < _UNSHARED_S:
+                if owner == UNSHARED and age_s < UNSHARED_S:
                     return NoLease()
                 if owner == node:  # its process that had it has ended
                     os.replace(new, path)
@@ -81,20 +78,8 @@ class FileLease:
             if published:
                 _remove(self._path, self._text)
             elif _read(self._path)[0] == self._text:
-                with _written(self._path, f"{_UNSHARED}\n") as new:
+                with written_beside(self._path, f"{UNSHARED}\n".encode()) as new:
                     os.replace(new, self._path)
-
-
-@contextlib.contextmanager
-def _written(path: Path, text: str) -> Iterator[Path]:
-    """A file of this text beside `path`, with the time of the server; it is gone at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_text(text)
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[str, float]:
@@ -110,9 +95,4 @@ def _read(path: Path) -> tuple[str, float]:
 
 def _remove(path: Path, text: str) -> None:
     """Remove a lease of this text. Another node may have put its own there since it was read."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        if _read(aside)[0] != text:
-            give_name(aside, path)
-        aside.unlink()
+    take_away(path, lambda aside: _read(aside)[0] != text)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
 from safetune.keys import encoding
 from safetune.messages import logger
 from safetune.store.local import rows
 from safetune.store.local.connection import Connection
-from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL, Table
+from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
 from safetune.store.records import KeyRecord, StoredChoice
 from safetune.store.shared.protocol import Name, encode, namespace
 
@@ -37,12 +37,10 @@ _OWN = (
     "WHERE trial.key = choice.key AND trial.config_digest = choice.config_digest) "
     "GROUP BY choice.key, declared"
 )
-_CHOICE = f"{CHOICE.select} WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS = (
     f"{TRIAL.select} WHERE key = ? AND config_digest = ? AND generation <= ? "
     "ORDER BY generation DESC"
 )
-_OF_DIGEST = "{} WHERE digest = ?"
 
 
 def is_sound(stored: StoredChoice) -> bool:
@@ -107,12 +105,12 @@ def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoic
     try:
         with connection.reading() as sqlite:
             for name in names:
-                choice = _first(sqlite, CHOICE, _CHOICE, *name)
-                made_from = choice and (name.key, choice.config_digest, name.generation)
-                trial = choice and _first(sqlite, TRIAL, _TRIALS, *made_from)
-                key = _key(sqlite, name.key)
-                if trial and key and trial.outcome.shareable:
-                    found.append(StoredChoice(key, choice))
+                choice, key = CHOICE.find(sqlite, *name), _key(sqlite, name.key)
+                if choice and key:
+                    made_from = (name.key, choice.config_digest, name.generation)
+                    trial = next(TRIAL.sound(sqlite.execute(_TRIALS, made_from).fetchall()), None)
+                    if trial and trial.outcome.shareable:
+                        found.append(StoredChoice(key, choice))
     except StoreError as error:
         logger.info("%s; its choices are not published", error)
         return []
@@ -135,21 +133,14 @@ def _names(connection: Connection, statement: str, space: str, *parameters: str)
 def _kinds(sqlite: sqlite3.Connection, space: str) -> Iterator[tuple[str, str]]:
     """The device and toolchain columns of the keys in a namespace."""
     for digest, toolchain in sqlite.execute(_TOOLCHAINS).fetchall():
-        device = _first(sqlite, DEVICE, _OF_DIGEST.format(DEVICE.select), digest)
+        device = DEVICE.find(sqlite, digest)
         with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
             if device and namespace(device["record"], encoding.loads(toolchain)) == space:
                 yield digest, toolchain
 
 
 def _key(sqlite: sqlite3.Connection, digest: str) -> KeyRecord | None:
-    key = _first(sqlite, KEY, _OF_DIGEST.format(KEY.select), digest)
-    if key is None:
-        return None
-    kernel = _first(sqlite, KERNEL, _OF_DIGEST.format(KERNEL.select), key["kernel"])
-    device = _first(sqlite, DEVICE, _OF_DIGEST.format(DEVICE.select), key["device"])
+    key = KEY.find(sqlite, digest)
+    kernel = key and KERNEL.find(sqlite, key["kernel"])
+    device = key and DEVICE.find(sqlite, key["device"])
     return rows.key_record(key, kernel, device) if kernel and device else None
-
-
-def _first(sqlite: sqlite3.Connection, table: Table, statement: str, *wanted: Any) -> Any:
-    """The first sound row; None without one."""
-    return next(table.sound(sqlite.execute(statement, wanted).fetchall()), None)

@@ -28,6 +28,8 @@ from safetune.store.local.db_files import tries
 from safetune.store.records import StoredChoice
 from safetune.store.shared.protocol import (
     MAX_BYTES,
+    UNSHARED,
+    UNSHARED_S,
     Lease,
     Name,
     NoLease,
@@ -92,10 +94,6 @@ DELETE FROM safetune.lease WHERE key IN (SELECT key FROM safetune.lease
 WHERE expires < clock_timestamp() - interval '1 day' FOR UPDATE SKIP LOCKED)
 """
 _OWNER = "SELECT owner FROM safetune.lease WHERE key = %s"
-
-#: The owner of a lease that every node gets for a while: its last holder did not publish a choice.
-_UNSHARED = "unshared"
-_UNSHARED_S = 600.0
 
 #: A parent's connections, in a forked child: to close one would end the parent's session.
 _abandoned: list[psycopg.Connection[Any]] = []
@@ -212,7 +210,7 @@ class Postgres:
                 connection.execute(_PRUNE)
             if row is None:
                 found = connection.execute(_OWNER, (key,)).fetchone()
-                return NoLease() if found and found[0] == _UNSHARED else None
+                return NoLease() if found and found[0] == UNSHARED else None
         return PostgresLease(self._url, key, node, int(row[0]), self._lease_s)
 
     def close(self) -> None:
@@ -271,7 +269,7 @@ class PostgresLease:
         return self._execute(_RENEW, self.expires_after_s, *self._name) > 0
 
     def release(self, published: bool = True) -> None:
-        owner, seconds = (self._name[1], 0.0) if published else (_UNSHARED, _UNSHARED_S)
+        owner, seconds = (self._name[1], 0.0) if published else (UNSHARED, UNSHARED_S)
         self._execute(_RELEASE, owner, seconds, *self._name)
 
     def _execute(self, statement: str, *parameters: Any) -> int:

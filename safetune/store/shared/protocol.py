@@ -28,6 +28,11 @@ FORMAT = 2
 MAX_BYTES = 64 << 10
 
 
+#: The owner of a lease that every node gets for a while: its last holder did not publish a choice.
+UNSHARED = "unshared"
+UNSHARED_S = 600.0
+
+
 class Name(NamedTuple):
     """The name of a record. There is one record of a name, the first."""
 

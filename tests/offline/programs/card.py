@@ -2,7 +2,8 @@
 
     python card.py store | launch
 
-`store` puts a choice for each workload into the store, as a tuning would, and records a call;
+`store` puts a choice for each workload into the store, as a tuning would, and one for a key near a
+call that it records;
 `launch` launches all of them, then forgets all binaries, preloads them and launches again; it
 prints what Triton has told its hooks in both.
 """
@@ -30,6 +31,7 @@ from safetune import triton_compile
 from safetune.config import config_digest, config_record
 from safetune.isolation import backend
 from safetune.keys.kernel_digest import base_function
+from safetune.miss.resolve import Miss
 from safetune.offline import tasks
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -67,21 +69,26 @@ driver.set_active(
         ),
     )
 )
-backend.register(target.backend, lambda: FakeBackend(device_name=lambda index: name))
+backend.register(target.backend, FakeBackend(device_name=lambda index: name))
 
 
 def store():
     (kernel,) = (k for k in tasks.find_kernels(vars(warm_kernels)) if k.tuner.workloads)
-    lookup = open_lookup(Settings.current())
     (stream,) = tasks.streams(kernel, "cpu", ("float16",))
     for number, task in enumerate(stream):
         request = tasks.request_for(task)
-        config = request.configs[3 - number]
-        lookup.store.put_key(KeyRecord.of(request.key))
-        digests = (request.key.digest, 1, config_digest(config))
-        lookup.store.put_choice(
-            ChoiceRecord(*digests, config_record(config), request.declared, 0.5, 4, 1.0)
-        )
+        choose(request, request.configs[3 - number])
+    near = Miss(warm_kernels.fill, (torch.zeros(40), 24), {"grid": (1,)}).request()
+    choose(near, near.configs[1])
+
+
+def choose(request, config):
+    lookup = open_lookup(Settings.current())
+    lookup.store.put_key(KeyRecord.of(request.key))
+    digests = (request.key.digest, 1, config_digest(config))
+    lookup.store.put_choice(
+        ChoiceRecord(*digests, config_record(config), request.declared, 0.5, 4, 1.0)
+    )
 
 
 def launch():

@@ -48,7 +48,9 @@ def vectors(device, dtype):
         yield Workload(f"{count}", grid, arguments(count, dtype, device))
 
 
-@safetune(configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 16})], key=["N"])
+@safetune(
+    configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 16}, num_warps=2)], key=["N"]
+)
 @triton.jit
 def fill(x, N, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), 1, mask=tl.arange(0, BLOCK) < N)

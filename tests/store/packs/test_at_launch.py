@@ -200,7 +200,7 @@ def test_a_pack_is_opened_when_the_store_has_no_choice(
     assert opened() == [], "the store has it now"
 
     collected = exchange.collect(cache_dir).entries
-    exchange.write_pack(collected, directory / name_of(collected[0]))
+    exchange.write(directory / name_of(collected[0]), packs.dump(collected))
     (cache_dir / "safetune.db").unlink()
     assert opened() == [str(directory / Path(missed[0]).name)]
     assert exchange.collect(cache_dir).entries == [], "nothing was tuned"

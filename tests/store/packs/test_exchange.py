@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from safetune.cli.command import Filter
 from safetune.errors import PackError, StoreError
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Mark, Outcome, Timing, Verdict
@@ -28,7 +29,7 @@ WIDE = {"BLOCK": 128, "num_ctas": 1, "num_stages": 3, "num_warps": 8}
 
 def write(entries: Any, directory: Path) -> dict[str, bytes]:
     for name, pack in exchange.packs_of(entries).items():
-        exchange.write_pack(pack, directory / name)
+        exchange.write(directory / name, packs.dump(pack))
     return contents(directory)
 
 
@@ -277,7 +278,7 @@ class TestNewerVersion:
         assert [entry.unknown for entry in entries] == [(), ("clocks_mhz",)]
         assert write(exchange.merged(entries), tmp_path / "out") == contents(pack.parent)
         both = exchange.merged(entries, [choices.entry(3)])
-        exchange.write_pack(both, tmp_path / "both.json")
+        exchange.write(tmp_path / "both.json", packs.dump(both))
         assert exchange.collect(tmp_path / "both.json").entries[1] == entries[1]
 
     def test_fields_around_the_choices_are_passed_on_too(
@@ -298,7 +299,7 @@ class TestNewerVersion:
         ]
         assert write(exchange.merged(entries), tmp_path / "out") == contents(path.parent)
         both = exchange.merged(entries, [choices.entry(3)])
-        exchange.write_pack(both, tmp_path / "both.json")
+        exchange.write(tmp_path / "both.json", packs.dump(both))
         assert all(entry.unknown for entry in exchange.collect(tmp_path / "both.json").entries)
         store = Store.open(tmp_path / "store")
         assert exchange.import_into(store, entries) == exchange.Imported(unknown=2)
@@ -311,7 +312,7 @@ class TestNewerVersion:
             text = text.replace('  "tunings": [', f'  "driver": {number},\n  "tunings": [')
             entries += packs.load(text.encode())
         with pytest.raises(PackError, match="two packs of a newer safetune differ in 'driver'"):
-            exchange.write_pack(entries, tmp_path / "both.json")
+            exchange.write(tmp_path / "both.json", packs.dump(entries))
 
     def test_such_a_choice_is_not_imported(self, choices: Any, pack: Path, tmp_path: Path) -> None:
         store = Store.open(tmp_path / "store")
@@ -394,11 +395,11 @@ class TestSources:
 class TestWrite:
     def test_whole_or_not_at_all(self, choices: Any, tmp_path: Path) -> None:
         path = tmp_path / "packs" / "add.json"
-        exchange.write_pack([choices.entry()], path)
+        exchange.write(path, packs.dump([choices.entry()]))
         before = path.read_bytes()
         bad = replace(choices.entry(), choice=replace(choices.entry().choice, median_ms=-1.0))
         with pytest.raises(PackError, match="median_ms"):
-            exchange.write_pack([choices.entry(), bad], path)
+            exchange.write(path, packs.dump([choices.entry(), bad]))
         assert contents(tmp_path / "packs") == {"add.json": before}
         assert path.stat().st_mode & 0o777 == 0o644
 
@@ -410,21 +411,24 @@ class TestWrite:
         (tmp_path / "folder" / "inner").mkdir(parents=True)
         path = tmp_path / ("file/add.json" if way == "a file for a folder" else "folder")
         with pytest.raises(PackError, match=f"cannot write {path}"):
-            exchange.write_pack([choices.entry()], path)
+            exchange.write(path, packs.dump([choices.entry()]))
         assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
 
     def test_the_text_of_the_file(self, choices: Any, tmp_path: Path) -> None:
-        exchange.write_pack(various(choices)[:2], tmp_path / "x.json")
+        exchange.write(tmp_path / "x.json", packs.dump(various(choices)[:2]))
         expected = packs.dump(various(choices)[:2])
         assert (tmp_path / "x.json").read_bytes() == expected.encode("ascii")
 
 
 def test_choices_are_selected_by_kernel_and_device(choices: Any) -> None:
+    def kernels(**only: Any) -> list[str]:
+        return [e.key.kernel_name for e in entries if Filter(**only).matches(e.key)]
+
     entries = various(choices)
-    assert exchange.selected(entries) == entries
-    assert [e.key.kernel_name for e in exchange.selected(entries, ["layer_norm"])] == ["layer_norm"]
-    assert len(exchange.selected(entries, device="h200")) == 1
-    assert exchange.selected(entries, ["layer_norm"], "H200") == []
+    assert kernels() == [entry.key.kernel_name for entry in entries]
+    assert kernels(kernel=["layer_norm"]) == ["layer_norm"]
+    assert len(kernels(device="h200")) == 1
+    assert kernels(kernel=["layer_norm"], device="H200") == []
 
 
 def test_a_pack_that_was_written_survives_a_power_cut(
@@ -439,7 +443,7 @@ def test_a_pack_that_was_written_survives_a_power_cut(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    exchange.write_pack([choices.entry()], path)
+    exchange.write(path, packs.dump([choices.entry()]))
     (temporary, named_before), (directory, named_after) = synced
     assert (temporary.parent, directory) == (path.parent, path.parent)
     assert (named_before, named_after) == (False, True)

@@ -83,7 +83,7 @@ def launch_captured(n: int) -> int:
     """As `launch`, in what this process takes for a CUDA graph capture."""
     target = SimpleNamespace(backend="fake")
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    backend.register("fake", CapturingBackend)
+    backend.register("fake", CapturingBackend())
     try:
         return launch(n)
     finally:

@@ -11,7 +11,7 @@ import pytest
 from safetune.store.lookup import GuardedStore
 from safetune.store.shared.layer import SharedLayer, open_shared
 from safetune.store.shared.lease_files import EXPIRES_AFTER_S, LeasedDirectory
-from safetune.store.shared.protocol import Lease, NoLease
+from safetune.store.shared.protocol import UNSHARED_S, Lease, NoLease
 
 from .conftest import SPACE, stored
 
@@ -27,9 +27,9 @@ def only_file(shared: LeasedDirectory) -> Path:
     return path
 
 
-def expire(shared: LeasedDirectory) -> None:
+def expire(shared: LeasedDirectory, after_s: float = EXPIRES_AFTER_S) -> None:
     path = only_file(shared)
-    then = path.stat().st_mtime - EXPIRES_AFTER_S - 1
+    then = path.stat().st_mtime - after_s - 1
     os.utime(path, (then, then))
 
 
@@ -96,6 +96,9 @@ def test_where_nothing_was_published_every_node_may_tune(shared: LeasedDirectory
     lease.release(published=False)
     for node in ("another", "a third"):
         assert isinstance(shared.lease("key", node), NoLease)
+    expire(shared, UNSHARED_S)
+    assert not isinstance(shared.lease("key", "another"), NoLease), "one tunes it for all again"
+    assert shared.lease("key", "a third") is None
 
 
 def test_nothing_of_a_finished_sweep_stays(shared: LeasedDirectory) -> None:

@@ -213,7 +213,9 @@ def herd(place: Path, times: int) -> Tally:
         finally:
             herd.stop()
         measured = sorted(launch["measured"] for launch in launches if launch["measured"])
-        tally.expect(measured == ([2] if kill else [4]), f"measured {measured}")
+        # What is left of 4 configs, and finalists again.
+        right = len(measured) == 1 and (2 if kill else 4) <= measured[0] <= 4
+        tally.expect(right, f"measured {measured}")
         tally.expect(len(launches) == 32 - kill, f"{len(launches)} launched")
         tally.expect(len({launch["block"] for launch in launches}) == 1, "choices differ")
         trials = test_flight.query(directory, "SELECT count(*) FROM trial")

@@ -1,0 +1,128 @@
+"""How a command is declared: its name, its examples, and the options that several commands have."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from safetune.frozen import dataclass
+from safetune.store.records import KeyRecord
+
+DAY_S = 86_400.0
+
+#: In the context of a command: whether an error is shown with its traceback.
+DEBUG = "safetune.debug"
+
+#: In the same place: the words after the command's name.
+ARGUMENTS = "safetune.arguments"
+
+#: Adds an option to a command.
+Option = Callable[[Callable[..., Any]], Any]
+
+#: Every command, in the order of the modules.
+COMMANDS: list[click.Command] = []
+
+FILE = click.Path(path_type=Path)
+
+
+def _remember_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.meta[DEBUG] = value or context.meta.get(DEBUG, False)
+
+
+#: On the group and on each command, so that it works before and after the command's name.
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=_remember_debug,
+    help="Show the traceback of an error.",
+)
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
+)
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a command's help: command lines to copy."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
+def command(
+    name: str, *lines: str, json: bool = True, **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declare a command of `safetune`, with examples; it gets --debug and, as a rule, --json."""
+
+    def declare(function: Callable[..., Any]) -> click.Command:
+        made = click.command(name, click.Command, epilog=examples(*lines), **settings)(function)
+        if json:
+            _json_option(made)
+        COMMANDS.append(debug_option(made))
+        return made
+
+    return declare
+
+
+class Number(click.FloatRange):
+    """A number in a range; for click, NaN is in each."""
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
+        """Return the number."""
+        found = super().convert(value, parameter, context)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number.", parameter, context)
+        return found
+
+
+def older_than_option(what: str) -> Option:
+    """Return the option for what is old, in days."""
+    return click.option("--older-than", type=Number(min=0), metavar="DAYS", help=what)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which keys a command is for; what is empty is in every key."""
+
+    kernel: Sequence[str] = ()
+    device: str = ""
+    file: str = ""
+
+    def matches(self, key: KeyRecord) -> bool:
+        """Whether a key is of such a kernel, on such a device, and its kernel in such a file."""
+        return (
+            (not self.kernel or key.kernel_name in self.kernel)
+            and self.device.lower() in str(key.device["name"]).lower()
+            and self.file in f"{key.kernel_file}:{key.kernel_line}"
+        )
+
+
+_FILTERS = {
+    "kernel": click.option(
+        "--kernel", multiple=True, metavar="NAME", help="Only kernels of this name."
+    ),
+    "device": click.option(
+        "--device", default="", metavar="TEXT", help="Only devices with TEXT in their names."
+    ),
+    "file": click.option(
+        "--file", default="", metavar="TEXT", help="Only kernels with TEXT in their file:line."
+    ),
+}
+
+
+def filtered(*names: str) -> Option:
+    """Add options that choose keys, by these fields of a `Filter`, which the command gets."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(**options: Any) -> Any:
+            return function(only=Filter(**{n: options.pop(n) for n in names}), **options)
+
+        for name in reversed(names):
+            _FILTERS[name](call)
+        return call
+
+    return decorate
