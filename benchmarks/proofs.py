@@ -7,8 +7,8 @@ leave out; each row has its date and commit. The row of a process that ran out o
 that had ended (`ended` is false); no figure is made of it.
 
 DIR has the tests and kernels of `PROOFS`, which are not in this repository: `fla/tests`,
-`liger/test`, `tutorials/*.py`, `finegrained-fp8/`. The packages themselves are the installed ones,
-but for the last two. With the shim, `docs/examples/autotune_shim.py` is put into a copy of the
+`liger/test`, `tutorials/*.py`, `finegrained-fp8/`; `proof_sources.sh DIR` brings them. The packages
+themselves are the installed ones, but for the last two. With the shim, `docs/examples/autotune_shim.py` is put into a copy of the
 package, and every `triton.autotune` there becomes the shim's `autotune`.
 
 The time to the first step is that of the first test of a proof, in a process of its own, while no

@@ -3,6 +3,9 @@
 #
 #   OUT=results benchmarks/run_on_gpu.sh               what looks at the card's memory; kernels, demo
 #   OUT=results benchmarks/run_on_gpu.sh integrations  the other GPU tests
+#   OUT=results benchmarks/run_on_gpu.sh two           what needs two GPUs; one and two side by side
+#   OUT=results benchmarks/run_on_gpu.sh recorded      FLA's layers from recorded calls to frozen, on
+#                                                      all GPUs; needs fla-core
 #   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
 #   OUT=results benchmarks/run_on_gpu.sh sweep         a tuning of 1,920 configs
@@ -10,6 +13,10 @@
 #   OUT=results benchmarks/run_on_gpu.sh norms         the shipped kernels; Liger and FLA beside them
 #   OUT=results benchmarks/run_on_gpu.sh norms_small   the same on few rows, beside torch.compile
 #   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
+#   OUT=results benchmarks/run_on_gpu.sh proofs --sources DIR   libraries' tests: proof_sources.sh
+#
+# benchmarks/gpu_requirements.txt has what is needed besides safetune. Two modes at once need two
+# cards and a CUDA_VISIBLE_DEVICES each: the tests of `checks` fail beside whatever fills their card.
 #
 # tests/gpu/test_unmodified.py, which takes minutes, is in none of these: `make test-gpu` has it.
 #
@@ -26,12 +33,13 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 mode=${1:-checks}
-case $mode in
-    checks | integrations | bench) ;;
-    tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | prune | install_time | norms | norms_small | unmodified) ;;
+modes="checks integrations two recorded bench"
+benchmarks="tuning_time argument_size choice_quality first_tuning startup store sweep fused_moe_sweep prune
+install_time launch_overhead norms_host norms norms_small unmodified proofs"
+case " $(echo $modes $benchmarks) " in
+    *" $mode "*) ;;
     *)
-        echo "usage: $0 [checks | integrations | bench |" \
-            "(tuning_time | argument_size | choice_quality | first_tuning | startup | store | sweep | prune | install_time | norms | norms_small | unmodified) [OPTION...]]" >&2
+        echo "usage: $0 [${modes// / | } | ($(echo $benchmarks | sed 's/ / | /g')) [OPTION...]]" >&2
         exit 2
         ;;
 esac
@@ -47,7 +55,10 @@ else
 fi
 mkdir -p "$OUT" "$logs"
 
-unset "${!SAFETUNE_@}" "${!TRITON_@}"
+# But for an assembler that Triton was told of, as one that lies in a folder without its own needs it.
+for name in "${!SAFETUNE_@}" "${!TRITON_@}"; do
+    case $name in TRITON_PTXAS*) ;; *) unset "$name" ;; esac
+done
 export PYTHONUNBUFFERED=1
 
 # Not the working directory before everything else: its folder `safetune` is not the whole package.
@@ -88,7 +99,8 @@ workers() { if has xdist; then echo "-n $1 --dist ${2:-load} --no-loadscope-reor
 
 # These look at how much of the card's memory is free: nothing else may use it beside them.
 alone=()
-for name in memory inputs faults capture scratch threads silent_faults device_faults; do
+for name in memory inputs faults capture scratch threads silent_faults device_faults hand_over \
+    without_torch rocm_checks; do
     alone+=("tests/gpu/test_$name.py")
 done
 
@@ -105,6 +117,15 @@ integrations() {
     # shellcheck disable=SC2046
     step others 560 "${pytest[@]}" $(workers 4 loadfile) tests/gpu tests/test_triton_contract.py \
         "${alone[@]/#/--ignore=}" --ignore=tests/gpu/test_unmodified.py
+}
+
+two() {
+    step two_gpus 200 "${pytest[@]}" -m two_gpus tests
+    step devices 250 "$python" benchmarks/devices.py --out "$OUT"
+}
+
+recorded() {
+    step recorded 560 "$python" docs/examples/record_to_frozen.py --fla --devices all
 }
 
 # parts NAME BENCHMARK OPTION...: a benchmark that runs in parts, within what is left of the budget.
@@ -133,7 +154,8 @@ nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 (cd benchmarks && "$python" -c 'import recording; print(recording.versions(), recording.commit())')
 
 case $mode in
-    checks | integrations | bench) "$mode" ;;
+    checks | integrations | two | recorded | bench) "$mode" ;;
+    launch_overhead | norms_host) step "$mode" 120 "$python" "benchmarks/$mode.py" --out "$OUT" "${@:2}" ;;
     *) parts "$mode" "$mode" "${@:2}" ;;
 esac
 
