@@ -8,8 +8,9 @@ that had ended (`ended` is false); no figure is made of it.
 
 DIR has the tests and kernels of `PROOFS`, which are not in this repository: `fla/tests`,
 `liger/test`, `tutorials/*.py`, `finegrained-fp8/`; `proof_sources.sh DIR` brings them. The packages
-themselves are the installed ones, but for the last two. With the shim, `docs/examples/autotune_shim.py` is put into a copy of the
-package, and every `triton.autotune` there becomes the shim's `autotune`.
+themselves are the installed ones, but for the last two. With the shim,
+`docs/examples/autotune_shim.py` is put into a copy of the package, and every `triton.autotune`
+there becomes the shim's `autotune`.
 
 The time to the first step is that of the first test of a proof, in a process of its own, while no
 other one runs tests: its reference included, imports not. `cold` has empty caches, `stored` those
