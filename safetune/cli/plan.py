@@ -22,6 +22,7 @@ def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
             "dtype": each.sketch.dtype,
             "key": each.key,
             "configs": each.configs,
+            "stored": each.stored,
             "to_measure": len(each.new),
             "compilations": len(each.binaries),
             "share": each.share,
@@ -30,7 +31,8 @@ def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
         for each in plan.tunings
     ]
     if as_json:
-        all_together = {n: getattr(plan, n) for n in ("configs", "compilations", "estimate_s")}
+        names = ("configs", "stored", "compilations", "estimate_s")
+        all_together = {name: getattr(plan, name) for name in names}
         data = {"tunings": tunings, "to_measure": plan.new, **all_together}
         print_json({**data, "left_out": left_out_data(left_out)})
         return
@@ -44,8 +46,7 @@ def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
 def _record(tuning: dict[str, Any]) -> dict[str, Any]:
     share, estimate_s = tuning["share"], tuning["estimate_s"]
     return {
-        **{name: tuning[name] for name in ("kernel", "shape", "dtype", "configs")},
-        "stored": tuning["configs"] - tuning["to_measure"],
+        **{name: tuning[name] for name in ("kernel", "shape", "dtype", "configs", "stored")},
         "to measure": tuning["to_measure"],
         "compilations": tuning["compilations"],
         "share": "" if share is None else f"{share * 100:.3g} %",
@@ -58,8 +59,7 @@ def plan_words(plan: Plan) -> str:
     kernels = len({each.sketch.kernel for each in plan.tunings})
     parts = [
         f"{counted(len(plan.tunings), 'tuning')} of {counted(kernels, 'kernel')}",
-        f"{counted(plan.configs, 'config')}, {plan.configs - plan.new} stored, "
-        f"{plan.new} to measure",
+        f"{counted(plan.configs, 'config')}, {plan.stored} stored, {plan.new} to measure",
     ]
     if plan.compilations:
         parts.append(f"at most {counted(plan.compilations, 'compilation')}")

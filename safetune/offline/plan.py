@@ -53,6 +53,8 @@ class Planned:
     sketch: Sketch
     #: The configs to measure, by their digests: neither stored nor an earlier tuning's of this key.
     new: tuple[str, ...]
+    #: How many configs have a stored outcome that is not measured again.
+    stored: int
     #: How long that may take; None where no trial of the kernel is stored.
     estimate_s: float | None
     #: Of the time of all recorded calls that of its key; None where its calls are not recorded.
@@ -93,6 +95,11 @@ class Plan:
     def new(self) -> int:
         """How many of them are to be measured."""
         return sum(len(planned.new) for planned in self.tunings)
+
+    @property
+    def stored(self) -> int:
+        """How many of them have a stored outcome that is not measured again."""
+        return sum(planned.stored for planned in self.tunings)
 
     @property
     def compilations(self) -> int:
@@ -184,13 +191,14 @@ def plan(sketched: Iterable[Sketch], store: Store, most_s: float = math.inf) -> 
         if each.kernel not in rates:
             rates[each.kernel] = seconds_per_config(store, each.kernel)
         earlier = claimed.setdefault(each.request.key.digest, set())
-        new = tuple(digest for digest in _unmeasured(each.request, store) if digest not in earlier)
+        stored, unmeasured = _outcomes(each.request, store)
+        new = tuple(digest for digest in unmeasured if digest not in earlier)
         earlier.update(new)
         rate, budget = rates[each.kernel], each.request.budget
         of_key_s = math.inf if budget is None else budget.seconds
         estimate_s = None if rate is None else min(rate * len(new), of_key_s)
         share = shares.get(each.request.key.digest)
-        tunings.append(Planned(each, new, estimate_s, share))
+        tunings.append(Planned(each, new, stored, estimate_s, share))
     return Plan(tuple(tunings), most_s)
 
 
@@ -223,20 +231,20 @@ def _specs(planned: Planned, seen: set[Hashable]) -> Iterator[bytes]:
                 yield spec
 
 
-def _unmeasured(request: TuningRequest, store: Store) -> list[str]:
-    """Return the digests of the configs that a tuning would measure now."""
+def _outcomes(request: TuningRequest, store: Store) -> tuple[int, list[str]]:
+    """Return how many configs have an outcome, and the digests of those to measure now."""
     if store.shared is not None:
         from safetune.store.shared.protocol import space_of
 
         store.shared.refresh(space_of(request.key))
-    if single_flight.final_choice(request, store) is not None:
-        return []
     lasting = {} if request.force else requests.lasting_outcomes(request, store)
     known = {config_digest(request.configs[index]) for index in lasting}
+    most = None if request.budget is None else request.budget.configs
+    stored = min(len(known), most or sys.maxsize)
+    if single_flight.final_choice(request, store) is not None:
+        return stored, []
     new = [digest for digest in request.by_digest if digest not in known]
-    budget = request.budget
-    most = None if budget is None or budget.configs is None else budget.configs - len(known)
-    return new if most is None else new[: max(most, 0)]  # which ones is not known yet
+    return stored, new if most is None else new[: max(most - len(known), 0)]  # not yet which ones
 
 
 def binaries(task: Task, request: TuningRequest) -> dict[str, Hashable]:

@@ -78,6 +78,7 @@ def test_two_shapes_of_one_key_are_measured_once(safetune: Any, targets: Path) -
     data = safetune.json("tune", targets / "heuristics.py", "--dry-run")
 
     assert [each["to_measure"] for each in data["tunings"]] == [2, 0, 2]
+    assert data["stored"] == 0, "what another key of the plan measures is not stored yet"
     measured = safetune.json("tune", targets / "heuristics.py")["tunings"]
     assert [tuning["measured"] for tuning in measured] == [2, 0, 2], "as planned"
 
@@ -147,6 +148,21 @@ class TestSecondsPerConfig:
         assert tasks.seconds_per_config(store, "add_kernel") == 3.0
         assert tasks.seconds_per_config(store, "other_kernel") is None
         store.close()
+
+
+def test_a_choice_that_was_imported_has_no_outcomes_here(
+    safetune: Any, targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that all configs have a stored outcome, of which none was measured here."""
+    command = ("tune", targets / "add.py:add_one", "--shape", "small")
+    safetune.json(*command)
+    safetune.json("export", tmp_path / "packs")
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    safetune.json("import", tmp_path / "packs")
+
+    data = safetune.json(*command, "--dry-run")
+
+    assert (data["configs"], data["stored"], data["to_measure"]) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(

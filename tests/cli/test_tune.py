@@ -199,8 +199,8 @@ class TestBudget:
             safetune.json(*command, "--dry-run", *budget)["tunings"][0]
             for budget in (("--budget", "1"), ("--budget", "9"), ())
         ]
-        assert [(each["configs"], each["to_measure"]) for each in planned] == [
-            *((1, 0), (2, 1), (2, 1)),
+        assert [(each["configs"], each["stored"], each["to_measure"]) for each in planned] == [
+            *((1, 1, 0), (2, 1, 1), (2, 1, 1)),
         ]
         rest = safetune.json(*command)
         assert len(rest["trials"]) == CONFIGS
@@ -213,6 +213,9 @@ class TestBudget:
         first = safetune.json(*command)
         assert first["tunings"]
         assert all(each["choice"] for each in first["tunings"])
+        again = safetune.json(*command, "--dry-run")
+        assert again["to_measure"] == 0, "a choice within a time is not searched for again"
+        assert again["stored"] == len(first["trials"]) < again["configs"]
         planned = safetune.json(*command, "--force", "--dry-run")
         assert planned["to_measure"] > 0
         assert sum(each["estimate_s"] for each in planned["tunings"]) > planned["estimate_s"]
