@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from safetune.cli.command import command
+from safetune.cli.command import FILE, command
 from safetune.cli.output import counted, echo
 from safetune.lint.check import check
 from safetune.lint.formats import FORMATS
@@ -22,7 +22,7 @@ _CHOICE = click.Choice([*RULES, "all"])
     "safetune lint my_package --format sarif > lint.sarif",
     "safetune lint kernels.py --select all --ignore bucket",
 )
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("path", nargs=-1, required=True, type=FILE)
 @click.option(
     "--format",
     "form",
@@ -34,19 +34,19 @@ _CHOICE = click.Choice([*RULES, "all"])
 @click.option("--select", multiple=True, type=_CHOICE, help="Only this rule; can be repeated.")
 @click.option("--ignore", multiple=True, type=_CHOICE, help="Leave out this rule; can be repeated.")
 def lint_command(
-    paths: tuple[Path, ...],
+    path: tuple[Path, ...],
     form: str,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Find mistakes in the tuners under PATHS: phantom key names, missing flags, and others.
+    """Find mistakes in the tuners under PATH: phantom key names, missing flags, and others.
 
     Nothing is imported or run. A comment `# safetune: ignore[RULE]` on the line of a finding, of
     the decorator or of the kernel's `def` suppresses findings. Exits with 1 if there are any.
     """
     rules = {*RULES} if "all" in select else {*(select or DEFAULT)}
-    findings, tuners = check(paths, rules.difference(ignore))
+    findings, tuners = check(path, rules.difference(ignore))
     form = "json" if as_json else form
     text = FORMATS[form](findings)
     if text:

@@ -22,7 +22,7 @@ from safetune.settings import Settings
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def run_command(module: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT with every triton.autotune replaced by safetune's.
 

@@ -26,19 +26,30 @@ if TYPE_CHECKING:
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def workload_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add TARGETs, and the options that choose among their workloads."""
-    for add in (
-        click.option(
-            "--dtype", multiple=True, metavar="DTYPE", help="Call workloads with this torch dtype."
-        ),
-        click.option(
-            "--shape", multiple=True, metavar="NAME", help="Only workloads with this name."
-        ),
-        click.argument("target", nargs=-1),
-    ):
-        function = add(function)
-    return function
+def workload_options(required: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add TARGETs, and the options that choose among their workloads.
+
+    Args:
+        required: a TARGET is; else the command can also do recorded calls.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for add in (
+            click.option(
+                "--dtype",
+                multiple=True,
+                metavar="DTYPE",
+                help="Call workloads with this torch dtype.",
+            ),
+            click.option(
+                "--shape", multiple=True, metavar="NAME", help="Only workloads with this name."
+            ),
+            click.argument("target", nargs=-1, required=required),
+        ):
+            function = add(function)
+        return function
+
+    return decorate
 
 
 def check_wanted(

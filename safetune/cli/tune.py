@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     "safetune tune --recorded --devices all",
     "srun safetune tune my_kernels.py --shard auto",
 )
-@targets.workload_options
+@targets.workload_options(required=False)
 @click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
 @click.option("--devices", metavar="all|0,3", help="Tune on these GPUs of this machine at once.")
 @click.option(

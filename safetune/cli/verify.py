@@ -41,7 +41,7 @@ MAX_ELEMENTS = 1 << 22
     "safetune verify my_kernels.py",
     "safetune verify my_kernels.py:add_kernel --shape 1000",
 )
-@targets.workload_options
+@targets.workload_options(required=True)
 @click.option(
     "--max-elements",
     type=click.IntRange(min=1),
@@ -62,7 +62,6 @@ def verify_command(
     workload in Triton's interpreter, on the CPU. Does not check that results are right, or that
     configs agree: `safetune tune` compares them. Exits with 1 if there is a finding.
     """
-    targets.check_wanted(target, shape, dtype, recorded=False)
     targets.use_interpreter_without_gpu()
     with prints_to_stderr():
         kernels = targets.kernels_of(target)

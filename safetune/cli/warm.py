@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @command("warm", "safetune warm my_package.kernels --device H100", "safetune warm --recorded")
-@targets.workload_options
+@targets.workload_options(required=False)
 @filtered("device")
 @click.option(
     "--recorded",

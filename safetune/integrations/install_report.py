@@ -57,15 +57,16 @@ class Installation(Observer):
                 sys.stderr.write(f"{self}\n")
 
     def __str__(self) -> str:
-        begun, failed = (now - before for now, before in zip(_tunings(), self._before, strict=True))
+        counts = zip(_tunings(), self._before, strict=True)
+        begun, failed, adopted = (now - before for now, before in counts)
         kernels = {tuner.base_fn for tuner in self.tuners}
         fallbacks = _fallbacks()
-        looked_up = max(0, self.misses - begun) + min(failed, fallbacks)
+        looked_up = max(0, self.misses - begun) + min(failed, fallbacks) + adopted
         fallbacks = min(looked_up, fallbacks)
         without = f" ({fallbacks} without a choice)" if fallbacks else ""
         lines = [
             f"safetune: {counted(len(kernels), 'kernel')}, "
-            f"{counted(self.launches, 'launch', 'launches')}: {begun - failed} tuned, "
+            f"{counted(self.launches, 'launch', 'launches')}: {begun - failed - adopted} tuned, "
             f"{looked_up} looked up{without}, {self.launches - self.misses} known"
         ]
         keys = [key for tuner in self.tuners if (key := tuner.lazy_key.known) is not None]
@@ -98,7 +99,7 @@ def _fallbacks() -> int:
     return sum(each is not None and each.reason is Reason.FALLBACK for each in known)
 
 
-def _tunings() -> tuple[int, int]:
+def _tunings() -> tuple[int, int, int]:
     from safetune.miss import reporting
 
-    return reporting.tunings_begun(), reporting.tunings_failed()
+    return reporting.tunings_begun(), reporting.tunings_failed(), reporting.tunings_adopted()

@@ -91,7 +91,7 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
         raise CaptureError(
             "safetune.prepare was called while a CUDA graph is being captured: call it before"
         )
-    begin, tunings = time.monotonic(), reporting.tunings_begun()
+    begin, tunings = time.monotonic(), reporting.tunings_made()
     observed, compilations = scratch_memory.observed(), triton_compile.compilations()
     launches = _Launches()
     with _one_at_a_time, resolve.waiting(), observed as sizes, compilations as compiled:
@@ -106,7 +106,7 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
             measuring_child.drop_idle(index)
     return PrepareReport(
         keys=tuple(launched.report() for launched in launches.seen.values()),
-        tunings=reporting.tunings_begun() - tunings,
+        tunings=reporting.tunings_made() - tunings,
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
         seconds=time.monotonic() - begin,

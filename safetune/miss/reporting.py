@@ -103,8 +103,8 @@ class Tally:
         return _DOING.get(self._phases.name if self._phases else "", "") or self._step
 
 
-_tunings, _failed = itertools.count(1), itertools.count(1)
-_tunings_begun = _tunings_failed = 0
+_tunings, _failed, _adopted = itertools.count(1), itertools.count(1), itertools.count(1)
+_tunings_begun = _tunings_failed = _tunings_adopted = 0
 
 
 def count_tuning() -> None:
@@ -121,6 +121,16 @@ def tunings_begun() -> int:
 def tunings_failed() -> int:
     """Return how many of them have ended with an exception, and so without a choice."""
     return _tunings_failed
+
+
+def tunings_adopted() -> int:
+    """Return how many of them have ended with the choice of another process, and tuned nothing."""
+    return _tunings_adopted
+
+
+def tunings_made() -> int:
+    """Return how many of them are under way, or have ended with a choice of their own."""
+    return _tunings_begun - _tunings_failed - _tunings_adopted
 
 
 @contextlib.contextmanager
@@ -238,6 +248,9 @@ def tell_result(request: TuningRequest, result: TuningResult, shown: bool = Fals
     Args:
         shown: whether the caller shows the result.
     """
+    if result.adopted:
+        global _tunings_adopted
+        _tunings_adopted = next(_adopted)
     shown = shown or knobs.autotuning.print
     for note in result.notes:
         warn(f"{request.key.kernel.name}: {note}", TuningWarning)

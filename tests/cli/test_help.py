@@ -44,6 +44,21 @@ def test_h_is_help_and_ends_with_examples_that_can_be_run_as_they_are(
         main.commands[name].make_context(name, options, parent=above)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_usage_names_each_argument_in_the_singular_and_brackets_only_those_to_leave_out(
+    safetune: Any, name: str
+) -> None:
+    """`tune` and `warm` can do without TARGET, with --recorded."""
+    arguments = [each for each in main.commands[name].params if isinstance(each, click.Argument)]
+    usage = safetune(name, "--help").stdout.splitlines()[0]
+    words = usage.partition("[OPTIONS]")[2].split()
+
+    singular = re.compile(r"\[?[A-Z|]*[A-RT-Z]\]?(\.\.\.)?")
+    assert [word for word in words if not singular.fullmatch(word)] == []
+    assert [word.endswith("...") for word in words] == [each.nargs == -1 for each in arguments]
+    assert [word[0] != "[" for word in words] == [each.required for each in arguments]
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "demo")])
 def test_every_command_has_json_for_a_usage_error_too(safetune: Any, name: str) -> None:
     result = safetune(name, "--json", "--no-such-option")

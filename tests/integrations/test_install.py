@@ -159,6 +159,32 @@ lib.add_kernel[(1,)](table, table, 1, 7)
         assert "holds an address of this process" in done.stderr
         assert "2 launches: 1 tuned, 1 looked up (1 without a choice), 0 known" in done.stderr
 
+    def test_a_choice_that_another_made_meanwhile_is_not_reported_as_tuned(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """Regression: ranks that waited for the one that tuned said that each had tuned.
+
+        A grid is computed once the choice was missing: here it launches the same kernel again.
+        """
+        code = """
+import safetune; safetune.install()
+import lib, torch, triton
+from safetune.integrations import prepare
+twin = triton.autotune(configs=lib.CONFIGS, key=["n", "UNREAD"])(lib.add_kernel.fn)
+made = []
+def grid(meta):
+    if not made:
+        made.append(prepare.prepare(launch, twin, (4,)))
+    return (4,)
+def launch(kernel, grid):
+    kernel[grid](torch.zeros(50), torch.ones(50), 50, 7)
+report = prepare.prepare(launch, lib.add_kernel, grid)
+print(made[0].tunings, report.tunings)
+"""
+        done = fresh_process(code, cwd=library(), warm=True)
+        assert done.stdout == "1 1\n", "the twin's, in both reports"
+        assert "1 kernel, 2 launches: 1 tuned, 1 looked up, 0 known" in done.stderr
+
     def test_torch_s_own_tuners_stay_triton_s(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
