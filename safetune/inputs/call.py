@@ -15,6 +15,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Config
 
+from safetune import forks
 from safetune.errors import InvalidSetting
 from safetune.frozen import dataclass
 from safetune.keys import encoding
@@ -79,6 +80,11 @@ class Call:
     def interpreted(self) -> bool:
         """Whether the kernel runs in Triton's interpreter, without a compiler and a device."""
         return self.index < 0
+
+    @forks.cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The kernel's parameters by name, read once for all configs."""
+        return parameters_of(self.kernel)
 
     def named(self) -> dict[str, Any]:
         """Return the arguments by name, with the caller's values."""
@@ -196,13 +202,21 @@ def grid_sizes(grid: Any) -> tuple[int, ...]:
 
 def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
     """Return all arguments as a grid function sees them, with defaults and heuristics."""
-    arguments = {**default_values(call.kernel), **call.named(), **config.all_kwargs()}
+    arguments = {**_defaults(call.parameters), **call.named(), **config.all_kwargs()}
     return arguments | heuristic_values(call.kernel, arguments)[1]
+
+
+def parameters_of(kernel: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a kernel's function by name."""
+    return dict(inspect.signature(base_function(kernel)[1]).parameters)
 
 
 def default_values(kernel: Any) -> dict[str, Any]:
     """Return the defaults of a kernel's parameters by name."""
-    parameters = inspect.signature(base_function(kernel)[1]).parameters
+    return _defaults(parameters_of(kernel))
+
+
+def _defaults(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     return {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
 

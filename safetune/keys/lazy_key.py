@@ -143,7 +143,11 @@ class Basis:
 
 
 def _hold(facts: tuple[Fact, ...]) -> bool:
-    return all(read(argument) is value for read, argument, value in facts)
+    return all(
+        (found := read(argument)) is value
+        or (type(found) is type(value) is int and found == value)  # two equal lengths
+        for read, argument, value in facts
+    )
 
 
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:

@@ -5,7 +5,6 @@ which outcomes of earlier ones still count.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import re
 import sys
@@ -22,7 +21,7 @@ from safetune.config import config_digest, config_text
 from safetune.errors import InvalidSetting, from_signal_handler
 from safetune.frozen import dataclass
 from safetune.inputs.call import Call, grid_of
-from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.keys.kernel_digest import inner_heuristics
 from safetune.keys.tuning_key import TuningKey
 from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Verdict
 from safetune.store.records import ChoiceRecord, TrialRecord
@@ -281,8 +280,7 @@ def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
 def _missing(call: Call, config: Config) -> str:
     """Return the parameters of the kernel that no launch could bind, as text."""
     given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
-    parameters = inspect.signature(base_function(call.kernel)[1]).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty]
+    needed = [name for name, each in call.parameters.items() if each.default is each.empty]
     return ", ".join(name for name in needed if name not in given)
 
 

@@ -242,6 +242,20 @@ def test_names_that_are_assigned_are_the_key(new_case: Callable[[str], Case]) ->
         assert len(case.tuner.cache) == choices
 
 
+@pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
+def test_a_long_list_that_nothing_changes_keeps_its_classes(
+    new_case: Callable[[str], Case],
+) -> None:
+    """The lengths of two lists are two objects from 257 on: each look at the key classified its
+    names again, and forgot every launch.
+    """
+    case = new_case("plain")
+    case.tuner.configs = [triton.Config({"BLOCK": 16}, num_stages=n) for n in range(1, 301)]
+    assert case.tuner.key_report is case.tuner.key_report
+    case.tuner.configs.append(triton.Config({"BLOCK": 64}, pre_hook=read_t))
+    assert case.tuner.keys == ["n", "T"]
+
+
 def test_a_dropped_name_is_warned_of_once_when_its_class_is_first_needed(
     new_case: Callable[[str], Case],
 ) -> None:
