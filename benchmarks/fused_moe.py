@@ -7,7 +7,8 @@ its config. The layer is the first of the two products of Qwen3-30B-A3B: 128 exp
 
     PYTHONPATH=benchmarks safetune tune benchmarks/fused_moe.py --dtype bfloat16 --budget 3m
 
-In Triton's interpreter the layer is small, and bfloat16 is float16.
+In Triton's interpreter the layer is small, and bfloat16 is float16. FUSED_MOE_CONFIGS=8 leaves 8
+configs of the list, for a trial run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ast
 import functools
 import importlib.util
 import math
+import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ TOP_K = 8
 #: Experts, and the width of their weights; a small layer for Triton's interpreter.
 LAYER, SMALL_LAYER = (128, 1536, 2048), (16, 64, 256)
 TILES = (16, 32, 64, 128, 256)
-CONFIGS = space(
+EVERY_CONFIG = space(
     BLOCK_SIZE_M=TILES,
     BLOCK_SIZE_N=[32, 64, 128, 256],
     BLOCK_SIZE_K=[64, 128, 256],
@@ -45,6 +47,8 @@ CONFIGS = space(
     num_warps=[4, 8],
     num_stages=[2, 3, 4, 5],
 )
+MOST = int(os.environ.get("FUSED_MOE_CONFIGS", len(EVERY_CONFIG)))
+CONFIGS = EVERY_CONFIG[:: -(-len(EVERY_CONFIG) // MOST)]
 
 
 class _Absent(types.ModuleType):
@@ -175,18 +179,23 @@ def _most(tokens: int, experts: int, block: int) -> int:
     return -(-min(valid * block, valid + (experts + 1) * (block - 1)) // 4) * 4
 
 
+def _padded(counts: Sequence[int]) -> int:
+    return -(-max(counts) // 16) * 16
+
+
 def _sorted(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
     """Return the tokens sorted by their expert, the expert of each block, and how many there are.
 
     Row n holds those for blocks of 16 n tokens: each expert's tokens are filled up to whole blocks.
+    Rows are as long as a multiple of 16, of which Triton makes a binary of its own.
     """
     tokens, device = chosen.shape[0], chosen.device
     valid = chosen.numel()
     rows = max(TILES) // 16 + 1
     most = [_most(tokens, experts, block) for block in TILES]
     blocks = [triton.cdiv(count, block) for count, block in zip(most, TILES, strict=True)]
-    table = torch.full((rows, max(most)), valid, dtype=torch.int32, device=device)
-    of_blocks = torch.zeros((rows, max(blocks)), dtype=torch.int32, device=device)
+    table = torch.full((rows, _padded(most)), valid, dtype=torch.int32, device=device)
+    of_blocks = torch.zeros((rows, _padded(blocks)), dtype=torch.int32, device=device)
     padded = torch.zeros(rows, dtype=torch.int32, device=device)
     flat, order = chosen.flatten().sort(stable=True)
     counts = torch.bincount(flat, minlength=experts)

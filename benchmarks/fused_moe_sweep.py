@@ -1,8 +1,12 @@
 """How long `safetune tune --budget` takes for all batch sizes of a fused mixture of experts.
 
 A part is one dtype: the command begins with an empty store and an empty compile cache. Where
-`search_trials` has measured all configs of a batch size (spaces `fused_moe_bf16`, `fused_moe_fp8`),
-the regret says how much slower the choice is there than the best.
+all configs of a batch size are measured (spaces `fused_moe_bf16`, `fused_moe_fp8`), the regret says
+how much slower the choice is there than the best.
+
+`--exhaustive` measures all configs, in parts: a part is stopped `--budget` seconds after the start,
+and the same command goes on from the store in `--caches`. The result is `fused_moe_exhaustive`,
+whose time is that of all parts; the trials become those that searches are replayed on.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fused_moe_exhaustive
 import recording
 import search_trials
+from fused_moe_exhaustive import SPACES
 from recording import Figures, Row
-
-SPACES = {"bfloat16": "fused_moe_bf16", "float8_e4m3fn": "fused_moe_fp8"}
 
 
 def figures(rows: Sequence[Row]) -> Figures:
@@ -98,14 +102,25 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("dtypes", nargs="*", metavar="DTYPE", help="default: both")
     parser.add_argument("--time", default="170s", help="of all batch sizes of a dtype")
     parser.add_argument("--tokens", nargs="+", metavar="N", help="some batch sizes only")
+    parser.add_argument("--exhaustive", action="store_true", help="measure all configs, in parts")
+    parser.add_argument(
+        "--caches",
+        type=Path,
+        help="what --exhaustive goes on from, 1 GB a dtype; default: `caches` in --out",
+    )
+    parser.add_argument("--configs", type=int, default=0, help="fewer, for a trial run")
     return parser.parse_args(argv)
 
 
 def main() -> None:
     """Tune the dtypes that are still missing."""
-    options = parse()
+    start, options = time.monotonic(), parse()
     recording.require_device()
     folder = recording.output_folder(options)
+    if options.exhaustive:
+        every = options.dtypes or [*SPACES]
+        fused_moe_exhaustive.run(every, options, folder, start + options.budget)
+        return
     result = recording.begin("fused_moe_sweep")
     folders = [folder, recording.RESULTS]
     if not options.fresh:

@@ -249,7 +249,7 @@ def sweep(results: Results) -> str:
 
 def fused_moe(results: Results) -> str:
     """Return what a search takes for all batch sizes of SGLang's fused mixture of experts."""
-    found = results.figures("fused_moe_sweep")
+    found, whole = results.figures("fused_moe_sweep"), results.figures("fused_moe_exhaustive")
     rows = []
     for name in ("bf16", "fp8"):
         key = f"fused_moe_{name}"
@@ -258,8 +258,14 @@ def fused_moe(results: Results) -> str:
             regrets = [found.get(f"{key}_regret_{part}") for part in ("median", "worst")]
             row += ["" if regret is None else f"{regret:.1%}" for regret in regrets]
             rows.append([*row, f"{found.get(f'{key}_regret_keys', 0):.0f}"])
+        if f"{key}_exhaustive_wall_s" in whole:
+            taken = f"{whole[f'{key}_exhaustive_wall_s']:.0f} s"
+            configs = f"{whole[f'{key}_exhaustive_configs']:,.0f}"
+            rows.append([f"{name}, all configs", taken, configs, "", "", ""])
     heads = ("dtype", "time in all", "configs measured", "slower than the best: median", "at worst")
-    return _section(results, "fused_moe_sweep", _table((*heads, "batch sizes of these"), rows))
+    table = _table((*heads, "batch sizes of these"), rows)
+    source = _source(results, "fused_moe_exhaustive") if whole else ""
+    return _section(results, "fused_moe_sweep", table, source)
 
 
 def searches(results: Results) -> str:

@@ -223,12 +223,13 @@ def _output(command: list[str]) -> str:
 
 
 def command() -> str:
-    """Return the command line of this run, script relative to the checkout, without `--out DIR`."""
+    """Return the command line of this run, script relative to the checkout, without folders."""
     script = os.path.relpath(sys.argv[0], ROOT)
     arguments = list(sys.argv[1:])
-    if "--out" in arguments:
-        place = arguments.index("--out")
-        del arguments[place : place + 2]
+    for option in ("--out", "--caches"):
+        if option in arguments:
+            place = arguments.index(option)
+            del arguments[place : place + 2]
     return shlex.join(["python", script, *arguments])
 
 

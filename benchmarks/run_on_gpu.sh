@@ -9,6 +9,8 @@
 #   OUT=results benchmarks/run_on_gpu.sh bench         tuning time, choice quality, start-up, store
 #   OUT=results benchmarks/run_on_gpu.sh startup       one of these; options for it may follow
 #   OUT=results benchmarks/run_on_gpu.sh sweep         a tuning of 1,920 configs
+#   OUT=results benchmarks/run_on_gpu.sh fused_moe_sweep   18 keys of SGLang's fused MoE; needs sglang
+#   OUT=results benchmarks/run_on_gpu.sh fused_moe_exhaustive --caches DIR bfloat16   all their configs
 #   OUT=results benchmarks/run_on_gpu.sh prune         FLA's lists of configs, shorter; needs fla-core
 #   OUT=results benchmarks/run_on_gpu.sh norms         the shipped kernels; Liger and FLA beside them
 #   OUT=results benchmarks/run_on_gpu.sh norms_small   the same on few rows, beside torch.compile
@@ -34,8 +36,8 @@ cd "$(dirname "$0")/.."
 root=$PWD
 mode=${1:-checks}
 modes="checks integrations two recorded bench"
-benchmarks="tuning_time argument_size choice_quality first_tuning startup store sweep fused_moe_sweep prune
-install_time launch_overhead norms_host norms norms_small unmodified proofs"
+benchmarks="tuning_time argument_size choice_quality first_tuning startup store sweep fused_moe_sweep
+fused_moe_exhaustive prune install_time launch_overhead norms_host norms norms_small unmodified proofs"
 case " $(echo $modes $benchmarks) " in
     *" $mode "*) ;;
     *)
@@ -156,6 +158,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 case $mode in
     checks | integrations | two | recorded | bench) "$mode" ;;
     launch_overhead | norms_host) step "$mode" 120 "$python" "benchmarks/$mode.py" --out "$OUT" "${@:2}" ;;
+    fused_moe_exhaustive) parts "$mode" fused_moe_sweep --exhaustive "${@:2}" ;;
     *) parts "$mode" "$mode" "${@:2}" ;;
 esac
 

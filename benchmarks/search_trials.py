@@ -103,11 +103,12 @@ def measure(problem: Problem, configs: Sequence[Any]) -> dict[str, Any]:
             config_digest(tuner.best_config)
         ),
         "verdicts": [each.verdict.value for each in ordered],
-        "median_ms": [_short(time_ms) for time_ms in times],
+        "median_ms": [short(time_ms) for time_ms in times],
     }
 
 
-def _short(time_ms: float | None) -> float | None:
+def short(time_ms: float | None) -> float | None:
+    """Return a time with the digits that are stored."""
     return None if time_ms is None else float(f"{time_ms:.5g}")
 
 

@@ -245,6 +245,7 @@ def test_tokens_are_sorted_by_expert_in_whole_blocks_for_each_size_of_block(
     experts, tokens = 16, 40
     chosen = torch.rand(tokens, experts).topk(fused_moe.TOP_K).indices
     table, owners, padded = fused_moe._sorted(chosen, experts)
+    assert table.stride(0) % 16 == owners.stride(0) % 16 == 0, "one binary for all batch sizes"
     for block in fused_moe.TILES:
         count = int(padded[block // 16])
         assert count % block == 0
@@ -283,6 +284,119 @@ def test_fused_moe_sweep_figures() -> None:
     times = [({"BM": 16}, None), ({"BM": 32}, 2.0), ({"BM": 64}, 3.0)]
     assert module.regret({"BM": 64}, times) == 0.5
     assert module.regret({"BM": 16}, times) is None
+
+
+def exhausted(tokens: int, measured: int) -> dict[str, Any]:
+    row = {"part": "bfloat16", "kind": "key", "dtype": "bfloat16", "tokens": tokens}
+    return {**row, "measured": measured, "ok": measured - 20, "disputed": 0}
+
+
+EXHAUSTED_ROWS = [
+    *({"part": "", "kind": "part", "dtype": "bfloat16", "wall_s": s} for s in (470.5, 12.25)),
+    *(exhausted(tokens, 1920) for tokens in range(18)),
+    {"part": "", "kind": "part", "dtype": "float8_e4m3fn", "wall_s": 300.0},
+]
+
+
+def test_the_time_of_an_exhaustive_sweep_is_that_of_all_parts_once_all_is_measured() -> None:
+    figures = importlib.import_module("fused_moe_exhaustive").figures
+    assert figures(EXHAUSTED_ROWS) == {
+        "fused_moe_bf16_exhaustive_wall_s": 482.8,
+        "fused_moe_bf16_exhaustive_parts": 2,
+        "fused_moe_bf16_exhaustive_keys": 18,
+        "fused_moe_bf16_exhaustive_configs": 34560,
+        "fused_moe_bf16_exhaustive_ok": 34560 - 18 * 20,
+        "fused_moe_bf16_exhaustive_disputed": 0,
+    }
+    assert figures(EXHAUSTED_ROWS[:2]) == {}
+    few = figures([*EXHAUSTED_ROWS[:2], exhausted(1, 8)])
+    assert few["fused_moe_bf16_exhaustive_configs"] == 8
+    assert not any("wall" in name for name in few), "a trial run is not mistaken for all of it"
+
+
+#: In the place of SGLang's kernel: a process that measures a config with a tile of 128 says so in
+#: a pipe, where there is one, and waits to be killed.
+WAITING_LIBRARY = """
+import os, signal
+import triton, triton.language as tl
+from triton.language import constexpr
+
+def wait(tile):
+    if int(tile) == 128 and os.path.exists("PIPE"):
+        with open("PIPE", "w") as pipe:
+            pipe.write(f"{os.getpid()}\\n")
+        signal.pause()
+
+@triton.jit
+def fused_moe_kernel(
+    POSITIONAL, group_n, group_k, BLOCK_SIZE_M: constexpr, BLOCK_SIZE_N: constexpr,
+    BLOCK_SIZE_K: constexpr, GROUP_SIZE_M: constexpr, MUL_ROUTED_WEIGHT: constexpr,
+    top_k: constexpr, compute_type: constexpr, use_fp8_w8a8: constexpr,
+    use_int8_w8a8: constexpr, use_int8_w8a16: constexpr, per_channel_quant: constexpr,
+    even_Ks: constexpr, c_sorted: constexpr, swap_ab: constexpr,
+    FUSE_ADD_TO_OUTPUT: constexpr, MASK_OUTPUT: constexpr, FUSE_SUM_ALL_REDUCE: constexpr,
+    ROUTER_TOPK: constexpr,
+):
+    if tl.program_id(0) == 0:
+        wait(BLOCK_SIZE_M)
+        tl.store(p5 + tl.arange(0, 16), 1.0)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU gets the real thing, by hand"
+)
+def test_an_exhaustive_sweep_that_is_stopped_and_killed_goes_on(tmp_path: Path) -> None:
+    """Its parts are added up, and a kill leaves no process."""
+    folder = tmp_path / "sglang" / "kernels" / "ops" / "moe"
+    folder.mkdir(parents=True)
+    pipe = tmp_path / "pipe"
+    text = WAITING_LIBRARY.replace("POSITIONAL", ", ".join(f"p{n}" for n in range(31)))
+    (folder / "fused_moe_triton_kernels.py").write_text(text.replace("PIPE", str(pipe)))
+    command = [sys.executable, str(BENCHMARKS / "fused_moe_sweep.py"), "--exhaustive", "bfloat16"]
+    command += ["--configs", "8", "--tokens", "1", "2", "--out", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*more: str) -> tuple[str, dict[str, Any]]:
+        done = subprocess.run(
+            [*command, *more], env=env, capture_output=True, text=True, timeout=300, check=True
+        )
+        return done.stdout, json.loads(path.read_text())
+
+    path = tmp_path / "interpreter" / "fused_moe_exhaustive.json"
+    told, stopped = run("--budget", "0")
+    assert "run again for the rest" in told
+    os.mkfifo(pipe)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert select.select([reader], [], [], 120.0)[0], "no config was measured"
+    child = int(os.read(reader, 100))
+    os.close(reader)
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(child)
+        process.kill()
+        assert select.select([handle], [], [], 60.0)[0], "a process outlives the script"
+        os.close(handle)
+    process.wait(60.0)
+    pipe.unlink()
+    killed = json.loads(path.read_text())["rows"]
+    assert [row["kind"] for row in [*stopped["rows"], *killed]] == ["part"] * 3
+
+    _, found = run()
+
+    parts = [row for row in found["rows"] if row["kind"] == "part"]
+    assert parts[:2] == killed
+    assert (parts[2]["keys"], parts[2]["trials"]) == (2, 16)
+    keys = [row for row in found["rows"] if row["kind"] == "key"]
+    assert [(row["tokens"], row["measured"], row["ok"]) for row in keys] == [(1, 8, 8), (2, 8, 8)]
+    assert found["figures"]["fused_moe_bf16_exhaustive_parts"] == 3
+    space = tmp_path / "interpreter" / "search_trials" / "fused_moe_bf16.json.gz"
+    configs, replayed = importlib.import_module("search_replay").space(space)
+    assert (len(configs), [*replayed]) == (8, ["tokens=1", "tokens=2"])
+    told, again = run()
+    assert again["rows"] == found["rows"], "nothing is left to do"
+    assert space.exists()
 
 
 def test_tuning_time_figures_of_half_a_part() -> None:
@@ -990,6 +1104,7 @@ SAMPLE_ROWS = {
     "sweep": SWEEP_ROWS,
     "search_replay": SEARCH_ROWS,
     "fused_moe_sweep": FUSED_MOE_ROWS,
+    "fused_moe_exhaustive": EXHAUSTED_ROWS,
     "devices": DEVICES_ROWS,
     "prune": PRUNE_ROWS,
     "choice_quality": CHOICE_ROWS,
