@@ -4,45 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 from safetune import triton_launch
 from safetune.isolation.device_bytes import DeviceBytes, Run
-from safetune.launch.timing import Launch, Timer
+from safetune.launch.timing import Launch, Sample, Timer
 
 #: What Triton's own benchmarks overwrite: several times the largest L2 cache.
 _FLUSHED_BYTES = 256 << 20
+#: How often it is flushed at most before one launch, on a host that is slow or busy.
+_MOST_FLUSHES = 8
 
 
 class DeviceTimer(Timer):
     """Events of the driver on the default stream, with the L2 cache flushed before each launch.
 
     The flush is queued in front of the first event, so the launch is queued behind it by the time
-    the device gets there, and Python's own time stays out of the span.
+    the device gets there, and Python's own time stays out of the span. Where the device was there
+    first, because something held this process up, the sample says for how long at most it waited.
     """
 
-    def __init__(self, where: DeviceBytes) -> None:
+    def __init__(self, where: DeviceBytes, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(long_ms=math.inf)
+        self._clock = clock
         self._events: list[int] = []
         self._driver = where.driver
         self._flushed = where.allocate(_FLUSHED_BYTES)
 
-    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
-        """Return the milliseconds of `count` launches."""
-        driver, flushed = self._driver, self._flushed.address
+    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[Sample]:
+        """Return the times of `count` launches."""
+        driver, waited, flushes = self._driver, list[float](), 1
         while len(self._events) < 2 * count:
             self._events.append(driver.event())
         pairs = list(zip(self._events[:count], self._events[count : 2 * count], strict=True))
         for start, end in pairs:
             before()
-            driver.fill(flushed, 0, _FLUSHED_BYTES // 4, width=4)
+            for _ in range(flushes):
+                driver.fill(self._flushed.address, 0, _FLUSHED_BYTES // 4, width=4)
+            began = self._clock()
             driver.record(start)
             launch()
             driver.record(end)
+            queued = self._clock()
+            is_late = driver.has_happened(start)
+            waited.append(1e3 * (queued - began) if is_late else 0.0)
+            if is_late:  # the next launch gets more time to be queued
+                flushes = min(2 * flushes, _MOST_FLUSHES)
             after()
         driver.synchronize()
-        return [driver.elapsed_ms(start, end) for start, end in pairs]
+        times = [driver.elapsed_ms(start, end) for start, end in pairs]
+        return [*map(Sample, times, waited)]
 
     def synchronize(self) -> None:
         """Wait until every launch is done; raises what a launch has done to the context."""

@@ -26,7 +26,7 @@ _NON_BLOCKING = 1
 _PORTABLE, _MAPPED = 1, 2
 _PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE = 1, 1, 1
 _READ, _READ_WRITE = 1, 3
-_OUT_OF_MEMORY = 2
+_OUT_OF_MEMORY, _NOT_READY = 2, 600
 _CAPTURE_RELAXED = 2
 _NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT = 3, 4, 201
 NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT})
@@ -340,6 +340,10 @@ class Driver:
     def record(self, event: int, stream: int = 0) -> None:
         """Queue an event on a stream."""
         self.call("cuEventRecord", event, stream)
+
+    def has_happened(self, event: int) -> bool:
+        """Whether the device has got to an event; waits for nothing."""
+        return not self.call("cuEventQuery", event, known={_NOT_READY})
 
     def elapsed_ms(self, start: int, end: int) -> float:
         """Return the time between two events that have taken place."""

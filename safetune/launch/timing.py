@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetune.isolation.protocol import Budget
 from safetune.outcome import Timing
@@ -20,10 +20,24 @@ Launch = Callable[[], object]
 #: After this many launches a config is given up if it takes this many times as long as the best.
 #: Two launches say little: the faster of them counts, and the time is called coarse.
 _RUNGS = ((2, 2.0), (5, 1.3), (15, 1.15))
+#: A launch counts as not held up if the device waited for the host for at most this share of it.
+_HARMLESS = 0.01
 
 
 class InvalidTime(Exception):
     """A measured time is not a positive, finite number."""
+
+
+class Sample(NamedTuple):
+    """The time of one launch, in which the device may have waited for the host."""
+
+    ms: float
+    waited_ms: float = 0.0  # at most
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the host was not in the way."""
+        return self.waited_ms <= _HARMLESS * self.ms
 
 
 def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget: Budget) -> Timing:
@@ -35,21 +49,38 @@ def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget:
     Raises:
         InvalidTime: the clock gave zero, a negative number or NaN.
     """
-    samples: list[float] = []
+    samples: list[Sample] = []
     rungs = _RUNGS if budget.best_ms else ((budget.least, math.inf),)
     for launches, ratio in (*rungs, (budget.most, math.inf)):
-        affordable = int(budget.time_ms / statistics.median(samples)) if samples else 0
+        affordable = int(budget.time_ms / _median(samples)) if samples else 0
         wanted = min(launches, max(budget.least, affordable))
         if wanted > len(samples):
             samples += timer.samples(launch, before, after, wanted - len(samples))
-        typical = statistics.median_low(samples)
-        _check(typical)
-        if budget.best_ms and typical > ratio * budget.best_ms:
-            return summarize(samples, "coarse" if len(samples) < budget.least else "screen")
-        if sum(samples) > timer.long_ms:
+        _check(_median(samples))
+        if budget.best_ms and _at_least(samples) > ratio * budget.best_ms:
+            return summarize(_clean(samples), "coarse" if len(samples) < budget.least else "screen")
+        if sum(sample.ms for sample in samples) > timer.long_ms:
             break
     # The first launches found cold instruction caches and low clocks.
-    return summarize(samples[budget.least // 2 if len(samples) > budget.least else 0 :], "screen")
+    cold = budget.least // 2 if len(samples) > budget.least else 0
+    return summarize(_clean(samples[cold:]), "screen")
+
+
+def _median(samples: Sequence[Sample]) -> float:
+    return statistics.median_low(sample.ms for sample in samples)
+
+
+def _clean(samples: Sequence[Sample]) -> list[float]:
+    """Return the times of the launches that the host did not hold up; of all, if it held up all."""
+    return [each.ms for each in samples if each.is_clean] or [each.ms for each in samples]
+
+
+def _at_least(samples: Sequence[Sample]) -> float:
+    """Return what a launch takes at least: a stall of the host gives no config up."""
+    clean = [sample.ms for sample in samples if sample.is_clean]
+    if len(clean) < 2:
+        clean = [sample.ms - sample.waited_ms for sample in samples]
+    return statistics.median_low(clean)
 
 
 def summarize(samples: Sequence[float], stage: str) -> Timing:
@@ -92,8 +123,8 @@ class Timer:
     def __init__(self, long_ms: float = 50.0) -> None:
         self.long_ms = long_ms
 
-    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[float]:
-        """Return the milliseconds of `count` launches, or of at least two if they are slow."""
+    def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[Sample]:
+        """Return the times of `count` launches, or of at least two if they are slow."""
         times: list[float] = []
         while len(times) < count and (len(times) < 2 or sum(times) < self.long_ms):
             before()
@@ -101,7 +132,7 @@ class Timer:
             launch()
             times.append((time.perf_counter() - start) * 1e3)
             after()
-        return times
+        return [*map(Sample, times)]
 
     def synchronize(self) -> None:
         """Wait until every launch is done."""

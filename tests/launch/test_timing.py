@@ -7,7 +7,14 @@ import math
 import pytest
 
 from safetune.isolation.protocol import Budget
-from safetune.launch.timing import InvalidTime, Timer, from_do_bench, measure, summarize
+from safetune.launch.timing import (
+    InvalidTime,
+    Sample,
+    Timer,
+    from_do_bench,
+    measure,
+    summarize,
+)
 
 
 class FakeClock(Timer):
@@ -20,7 +27,22 @@ class FakeClock(Timer):
 
     def samples(self, launch, before, after, count):
         self.asked.append(count)
-        return [self.milliseconds] * count
+        return [Sample(self.milliseconds)] * count
+
+
+class Recorded(Timer):
+    """Gives samples in turn, the last one again and again."""
+
+    def __init__(self, *samples):
+        super().__init__(long_ms=math.inf)
+        self.coming = list(samples)
+        self.given = 0
+
+    def samples(self, launch, before, after, count):
+        self.given += count
+        last = self.coming[-1:] * count
+        found, self.coming = [*self.coming, *last][:count], [*self.coming[count:], *last][:99]
+        return found
 
 
 def nothing():
@@ -37,7 +59,7 @@ def test_hooks_run_around_every_launch_and_outside_the_span():
     )
     assert order == ["before", "launch", "after"] * 3
     assert len(times) == 3
-    assert all(time > 0 for time in times)
+    assert all(time.ms > 0 for time in times)
 
 
 @pytest.mark.parametrize(("long_ms", "count"), [(1e9, 5), (0.0, 2)])
@@ -86,9 +108,37 @@ def test_a_race_has_the_launches_that_it_asks_for():
 def test_one_launch_that_was_interrupted_gives_no_config_up():
     clock = FakeClock(1.0)
     first = clock.samples
-    clock.samples = lambda *given: [*first(*given)[1:], 50.0]
+    clock.samples = lambda *given: [*first(*given)[1:], Sample(50.0)]
     measure(nothing, nothing, nothing, clock, Budget(best_ms=1.0))
     assert clock.asked == [2, 3, 10, 5]
+
+
+def test_launches_that_the_host_held_up_give_no_config_up():
+    """A stall of the host made two launches 36 times as long; the best config was left out."""
+    stalled, right = Sample(36.0, waited_ms=35.5), Sample(1.0)
+    timer = Recorded(stalled, stalled, right)
+    found = measure(nothing, nothing, nothing, timer, Budget(best_ms=1.0, time_ms=45))
+    assert (found.stage, found.median_ms, found.p80_ms) == ("screen", 1.0, 1.0)
+    assert timer.given > 5
+
+    timer = Recorded(stalled, Sample(3.0))  # of one launch alone it is not believed
+    found = measure(nothing, nothing, nothing, timer, Budget(best_ms=1.0))
+    assert (found.median_ms, timer.given) == (3.0, 5)
+
+
+def test_a_config_is_given_up_that_is_slow_whatever_the_host_did():
+    """It takes four times as long as the best even without the stall."""
+    timer = Recorded(Sample(36.0, waited_ms=32.0))
+    found = measure(nothing, nothing, nothing, timer, Budget(best_ms=1.0))
+    assert (found.stage, timer.given) == ("coarse", 2)
+
+
+def test_a_time_is_of_the_launches_that_nothing_held_up():
+    stalled, right = Sample(36.0, waited_ms=35.5), Sample(1.0, waited_ms=0.005)
+    timer = Recorded(stalled, stalled, stalled, stalled, right, stalled)
+    assert measure(nothing, nothing, nothing, timer, Budget(best_ms=0.9)).median_ms == 1.0
+    timer = Recorded(stalled)
+    assert measure(nothing, nothing, nothing, timer, Budget(best_ms=0.9)).median_ms == 36.0
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])

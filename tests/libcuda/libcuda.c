@@ -20,7 +20,14 @@
 
 typedef int Result;
 typedef uint64_t Address;
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, NOT_FOUND = 500 };
+enum {
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_CONTEXT = 201,
+    NOT_FOUND = 500,
+    NOT_READY = 600
+};
 
 static __thread int64_t contexts[16] = {-1};
 static __thread int depth = 0;
@@ -53,6 +60,42 @@ static Result failing(const char *function) {
     BEGIN;                                      \
     if (current() < 0) return INVALID_CONTEXT;  \
     if (sticky) return sticky
+
+/* Time, in ms. Everything is done when its call returns, but events take place as if the device
+ * worked beside the host: its work begins once it is queued and what is before it is over. */
+
+static double done_at[16]; /* when a device has nothing left to do */
+static double worked;      /* the time of this process that counts as a device's */
+static double set_clock = -1;
+
+static double real_clock(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+}
+static double on_host(void) { return set_clock < 0 ? real_clock() - worked : set_clock; }
+static double *done_here(void) {
+    double *done = &done_at[current() - 1000], now = on_host();
+    if (*done < now) *done = now;
+    return done;
+}
+static void wait_for_device(void) {
+    double ahead = *done_here() - on_host();
+    if (set_clock < 0) worked -= ahead;
+    else set_clock += ahead;
+}
+static void worked_since(double began, double ms) {
+    worked += real_clock() - began;
+    *done_here() += ms > 0 ? ms : real_clock() - began;
+}
+double stub_clock(double later) { /* the clock of the host, which stands still from here on */
+    return set_clock = on_host() + later;
+}
+void stub_real_clock(void) {
+    set_clock = -1;
+    memset(done_at, 0, sizeof done_at);
+}
+void stub_queue(double ms) { *done_here() += ms; }
 
 static int64_t total(void) {
     const char *text = getenv("LIBCUDA_MEMORY");
@@ -91,7 +134,7 @@ Result cuCtxSetCurrent(int64_t context) { BEGIN; contexts[depth] = context; retu
 Result cuCtxPushCurrent_v2(int64_t context) { BEGIN; contexts[++depth] = context; return OK; }
 Result cuCtxPopCurrent_v2(int64_t *context) { *context = contexts[depth--]; return OK; }
 Result cuCtxGetCurrent(int64_t *context) { *context = current() < 0 ? 0 : current(); return OK; }
-Result cuCtxSynchronize(void) { BEGIN_ON_DEVICE; return OK; }
+Result cuCtxSynchronize(void) { BEGIN_ON_DEVICE; wait_for_device(); return OK; }
 Result cuGetErrorName(Result error, const char **name) {
     static __thread char text[40];
     snprintf(text, sizeof text, "CUDA_ERROR_%d", error);
@@ -163,7 +206,9 @@ COPY(cuMemcpyHtoD_v2)
 #define FILL(bits)                                                                         \
     Result cuMemsetD##bits##Async(Address at, uint##bits##_t value, size_t count, void *stream) { \
         BEGIN_ON_DEVICE;                                                                   \
+        double began = real_clock();                                                       \
         for (size_t i = 0; i < count; i++) ((uint##bits##_t *)at)[i] = value;              \
+        worked_since(began, count * bits / 8 / 2.5e9);                                     \
         return OK;                                                                         \
     }
 FILL(8)
@@ -238,7 +283,7 @@ Result cuMemUnmap(Address at, size_t size) {
 }
 Result cuMemAddressFree(Address at, size_t size) { BEGIN_ON_DEVICE; return munmap((void *)at, size); }
 
-/* Streams and events: everything is done when a call returns. */
+/* Streams and events */
 
 Result cuStreamCreate(uint64_t *stream, unsigned flags) { BEGIN_ON_DEVICE; *stream = 77; return OK; }
 Result cuStreamSynchronize(void *stream) { BEGIN_ON_DEVICE; return OK; }
@@ -250,11 +295,10 @@ Result cuEventCreate(double **event, unsigned flags) {
 }
 Result cuEventRecord(double *event, void *stream) {
     BEGIN_ON_DEVICE;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    *event = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+    *event = *done_here();
     return OK;
 }
+Result cuEventQuery(double *event) { BEGIN_ON_DEVICE; return *event <= on_host() ? OK : NOT_READY; }
 Result cuEventSynchronize(void *event) { BEGIN_ON_DEVICE; return OK; }
 Result cuEventElapsedTime(float *ms, double *start, double *end) {
     BEGIN_ON_DEVICE;
@@ -389,6 +433,7 @@ Result cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz,
                       unsigned y, unsigned z, unsigned shared, void *stream, void **parameters,
                       void **extra) {
     BEGIN_ON_DEVICE;
+    double began = real_clock();
     char kind[40];
     snprintf(kind, sizeof kind, "%s", function->name);
     char *suffix = strchr(kind, '_');
@@ -398,6 +443,7 @@ Result cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz,
     else if (!strcmp(kind, "peak")) raise_peak(suffix, parameters);
     else if (!strcmp(kind, "draw")) draw(suffix, parameters);
     else over_view(kind, atoi(suffix), parameters);
+    worked_since(began, 0);
     return OK;
 }
 
@@ -431,6 +477,7 @@ Result cuFuncGetAttribute(int *value, int attribute, void *function) {
 }
 Result cuLaunchKernelEx(const unsigned *config, Function *function, void **parameters, void **extra) {
     BEGIN_ON_DEVICE;
+    double began = real_clock();
     const char *name = function->name;
     float *out = POINTER(0), *in = POINTER(1);
     int count = *(int *)parameters[2];
@@ -440,5 +487,6 @@ Result cuLaunchKernelEx(const unsigned *config, Function *function, void **param
         out[i] = in[i] + more + (!strncmp(name, "add_", 4) ? out[i] : 0);
     if (!strncmp(name, "spill_", 6)) out[count] = 7;
     if (!strncmp(name, "fail_", 5)) sticky = 700;
+    worked_since(began, 0);
     return OK;
 }

@@ -1,0 +1,87 @@
+"""Times of launches on a device, while something holds the host up.
+
+The stub's clock stands still but where a test moves it, and its device works beside the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from safetune.child.device import DeviceTimer
+from safetune.isolation.cuda_driver import Driver
+from safetune.isolation.device_bytes import DeviceBytes
+from safetune.isolation.protocol import Budget
+from safetune.launch.timing import Sample, measure
+from safetune.outcome import Timing
+from tests.libcuda import stub
+
+KERNEL_MS = 0.02
+
+
+class Host:
+    """A host and a kernel, which it takes as long to launch as a test says."""
+
+    def __init__(self, library: ctypes.CDLL, launches_ms: Callable[[int], float]) -> None:
+        self._later, self._queue = library.stub_clock, library.stub_queue
+        self._later.restype = ctypes.c_double
+        self._later.argtypes = self._queue.argtypes = [ctypes.c_double]
+        self._launches_ms = launches_ms
+        self.launched = 0
+        self.timer = DeviceTimer(DeviceBytes(Driver(library), 0, "cuda:0"), self.seconds)
+
+    def seconds(self) -> float:
+        return float(self._later(0.0)) / 1e3
+
+    def launch(self) -> None:
+        self._later(self._launches_ms(self.launched))
+        self._queue(KERNEL_MS)
+        self.launched += 1
+
+    def samples(self, count: int) -> list[Sample]:
+        return self.timer.samples(self.launch, lambda: None, lambda: None, count)
+
+    def measured(self, budget: Budget) -> Timing:
+        return measure(self.launch, lambda: None, lambda: None, self.timer, budget)
+
+
+@pytest.fixture
+def host() -> Iterator[Callable[..., Host]]:
+    """Makes hosts in a process whose thread has the device's context."""
+    library = stub.library()
+    with Driver(library).on(0):
+        yield lambda launches_ms: Host(library, launches_ms)
+    library.stub_real_clock()
+
+
+def test_what_the_host_does_in_time_is_not_in_the_span(host: Callable[..., Host]) -> None:
+    for sample in host(lambda number: 0.01).samples(5):
+        assert sample.ms == pytest.approx(KERNEL_MS)
+        assert sample.waited_ms == 0.0
+
+
+def test_a_launch_that_comes_too_late_says_how_long_the_device_waited(
+    host: Callable[..., Host],
+) -> None:
+    first, second = host(lambda number: 5.0 if number == 0 else 0.01).samples(2)
+    assert first.ms > 4
+    assert first.waited_ms == pytest.approx(5.0)
+    assert first.ms - first.waited_ms < KERNEL_MS
+    assert second == (pytest.approx(KERNEL_MS), 0.0)
+
+
+def test_a_stall_gives_no_config_up(host: Callable[..., Host]) -> None:
+    """Both first launches took 36 times as long as the others, and more would not be made."""
+    stalled = host(lambda number: 0.8 if number < 2 else 0.01)
+    found = stalled.measured(Budget(best_ms=KERNEL_MS, time_ms=0.0))
+    assert found.median_ms == pytest.approx(KERNEL_MS)
+    assert found.p80_ms == pytest.approx(KERNEL_MS)
+    assert stalled.launched == 5
+
+
+def test_a_host_that_is_always_slow_gets_more_time(host: Callable[..., Host]) -> None:
+    """Else each launch of a small kernel took as long as Python takes for it."""
+    *_, last = host(lambda number: 0.4).samples(4)
+    assert last == (pytest.approx(KERNEL_MS), 0.0)
