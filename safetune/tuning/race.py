@@ -56,7 +56,7 @@ def race(
     racers: Mapping[int, Timing],
     measure: Callable[[Mapping[int, Budget]], Mapping[int, Outcome]],
     short: bool = False,
-) -> tuple[dict[int, Timing], dict[int, Outcome]]:
+) -> tuple[dict[int, Timing], dict[int, Outcome], list[int]]:
     """Run the finalists in rounds until the winner is clear or the time is up.
 
     Args:
@@ -66,7 +66,8 @@ def race(
             the user's own benchmark function.
 
     Returns:
-        The final timing of each config, and the outcome of each that failed on the way.
+        The final timing of each config, the outcome of each that failed on the way, and the configs
+        that had every round: only their times were taken at the same moments.
     """
     start = time.perf_counter()
     rounds: dict[int, list[Timing]] = {index: [] for index in racers}
@@ -86,7 +87,7 @@ def race(
             break
         slower = beaten(rounds)
         running = [index for index in running if index not in slower]
-    return {index: combine(timings) for index, timings in rounds.items()}, failed
+    return {index: combine(timings) for index, timings in rounds.items()}, failed, running
 
 
 def in_turn(racers: Sequence[int], turn: int) -> list[int]:

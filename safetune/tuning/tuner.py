@@ -23,7 +23,6 @@ from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning import budget as budgets
 from safetune.tuning import race, requests, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
-from safetune.tuning.budget import MANY_CONFIGS
 from safetune.tuning.judge import Judgement, Votes, judge
 from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
@@ -98,6 +97,7 @@ class _Tuning:
     votes: Votes = field(default_factory=Votes)
     #: The configs that were compiled or launched in this tuning.
     measured: set[int] = field(default_factory=set)
+    unbeaten: set[int] = field(default_factory=set)  # those with every round of its final
     #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
     ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
@@ -218,7 +218,7 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
             if request.budget is not None:
                 known = (request, request.budget, tuning.store, outcomes)
                 batches = budgets.batches(*known, tuning.notes, phases)
-            elif len(tuning.new) > MANY_CONFIGS:
+            elif len(tuning.new) > budgets.MANY_CONFIGS:
                 budgets.name_budget(request.key.kernel.name, len(request.configs))
             for configs in batches:
                 _screen(tuning, bench, configs)
@@ -338,7 +338,7 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
     """Measure the finalists again, in rounds."""
     timings = tuning.timings()
     incumbent = tuning.incumbent if tuning.incumbent in timings else None
-    raced = {config: timing for config, timing in timings.items() if config not in tuning.same}
+    raced = {config: timings[config] for config in timings if config not in tuning.same}
     finalists = race.finalists(raced, tuning.new, incumbent)
     if len(finalists) < 2:
         return
@@ -353,27 +353,27 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
         return outcomes
 
     short = bench.interpreted or tuning.request.call.hooks.do_bench is not None
-    finals, failed = race.race({config: timings[config] for config in finalists}, run, short)
-    for config, timing in finals.items():
-        tuning.settle(config, replace(tuning.outcomes[config], timing=timing), stage="final")
-    for config, outcome in failed.items():
+    finals, failed, unbeaten = race.race({i: timings[i] for i in finalists}, run, short)
+    ended = {c: replace(tuning.outcomes[c], timing=timing) for c, timing in finals.items()} | failed
+    for config, outcome in ended.items():
         tuning.settle(config, outcome, stage="final")
     for config, same in tuning.same.items():
-        if same in finals or same in failed:
+        if same in ended:
             tuning.settle_as(config, same, stage="final")
+    tuning.unbeaten.update(c for c in timings if tuning.same.get(c, c) in unbeaten)
 
 
 def _best(tuning: _Tuning) -> int:
-    """Return the fastest config; an incumbent is compared with the new configs only."""
+    """Return the fastest at the end of the final; else of all, or of new ones and an incumbent."""
     timings = tuning.timings()
     if not timings:
         key, configs = tuning.request.key, tuning.request.configs
         outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
         raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.measured))
-    if tuning.incumbent in timings:
-        rivals = {*tuning.new, tuning.incumbent}
-        timings = {config: timings[config] for config in timings if config in rivals}
-    return race.best(timings)
+    rivals = timings.keys() & tuning.unbeaten
+    if not rivals and tuning.incumbent in timings:
+        rivals = timings.keys() & {*tuning.new, tuning.incumbent}
+    return race.best({config: timings[config] for config in rivals or timings})
 
 
 def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecord:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safetune.outcome import Timing
+from safetune.outcome import Outcome, Timing, Verdict
 from safetune.tuning import race
 
 
@@ -86,6 +86,23 @@ def test_a_race_goes_on_while_an_earlier_config_may_tie_and_be_slower_by_a_perce
     assert not race.clear({0: slower, 1: faster})
     assert race.clear({0: faster, 1: slower})
     assert race.beaten({0: rounds(1.012, 1.013, 1.012, 1.013), 1: faster}) == {0}
+
+
+def test_a_config_that_was_beaten_does_not_win_when_the_others_slow_down():
+    """Its median is of the first rounds alone, before the clock fell."""
+    turns = []
+
+    def measure(budgets):
+        turns.append(set(budgets))
+        clock = 1.0 if len(turns) <= race.MIN_ROUNDS else 2.0
+        noise = 0.01 * (len(turns) % 2)  # which of the first two is faster stays open
+        times = {0: 1.0 + noise, 1: 1.01 - noise, 2: 1.07}
+        return {i: Outcome(Verdict.OK, timing(clock * times[i])) for i in budgets}
+
+    timings, failed, unbeaten = race.race({i: timing(1.0) for i in range(3)}, measure)
+    assert {2} == turns[0] - turns[-1]
+    assert timings[2].median_ms < min(timings[0].median_ms, timings[1].median_ms)
+    assert (failed, unbeaten) == ({}, [0, 1])
 
 
 @given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))

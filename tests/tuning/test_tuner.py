@@ -740,6 +740,27 @@ class TestTheChoice:
         assert found == dict.fromkeys(times, "invalid_time") | {128: "ok"}
         assert any("nan" in message for _, _, message in verdicts)
 
+    def test_what_was_slower_before_the_final_does_not_win_because_that_was_disturbed(
+        self, tmp_path: Path
+    ) -> None:
+        """A busy host slows all finalists down; the others were timed while it was quiet."""
+        current: dict[str, int] = {}
+        timed: list[int] = []
+
+        def hook(arguments: dict[str, Any]) -> None:
+            current["BLOCK"] = arguments["BLOCK"]
+
+        def bench(launch: Callable[[], None], quantiles: Any) -> list[float]:
+            launch()
+            block = current["BLOCK"]
+            timed.append(block)
+            slowed = 5.0 if timed.count(block) > 1 else 1.0
+            return [{16: 1.02, 32: 1.0, 64: 3.0}[block] * slowed] * 3
+
+        configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32, 64)]
+        kernel = safetune(configs=configs, key=["n"], do_bench=bench)(copy_kernel)
+        assert Tuned(kernel, tmp_path / "no log").launch() == 32
+
     def test_a_finalist_that_dies_in_the_final_is_out(self, tmp_path: Path, rows: Rows) -> None:
         """Its screening was fine, so it is only then that it is seen."""
         path = str(tmp_path / "count")
