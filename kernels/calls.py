@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from safetune.frontend.bound_launch import bound_launch
 from safetune.kernels.functional import BackwardLaunches, backward_rows
 from safetune.kernels.launches import Launch, is_pinned, split_statistics
-from safetune.kernels.operands import check_options, in_shape, is_traced
+from safetune.kernels.operands import check_options, in_shape, is_stored, is_traced
 from safetune.kernels.ops import norm_rows
 
 #: The most options and shapes that are remembered. After that all are forgotten at once, and
@@ -128,8 +128,8 @@ class NormCall:
         self.is_rms_norm, self.num_groups = is_rms_norm, num_groups
         self.deterministic = deterministic
         self._forward: Callable[..., Any] | None = None
-        #: By whether residual_out has a gradient.
-        self._backward: dict[bool, KnownBackward] = {}
+        #: By whether residual_out has a gradient, and whether that is y's, one tensor.
+        self._backward: dict[tuple[bool, bool], KnownBackward] = {}
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
@@ -179,10 +179,10 @@ class NormCall:
         bias: Tensor | None,
     ) -> Gradients | None:
         """Return (dx, dw, db, dres_in) as `layer_norm_bwd`; None for another call than before."""
-        known = self._backward.get(dres is None)
+        known = self._backward.get((dres is None, dres is dy))
         if known is None or is_pinned(self.deterministic):
             return None
-        given = (dy, x, statistics, weight, bias, dres)
+        given = (dy, x, statistics, weight, bias, None if dres is dy else dres)
         if not known.are_alike(*[each for each in given if each is not None]):
             return None
         mean = None if self.is_rms_norm else statistics
@@ -213,17 +213,19 @@ class NormCall:
         operands = (rows[0], rows[1], weight, bias, *self.split(statistics), rows[2])
         options = (self.has_residual, self.is_rms_norm, self.x_dtype, False, self.num_groups)
         (dx, dw, db, dres_in), launches = backward_rows(*operands, *options, deterministic=pinned)
-        given = (dy, x, statistics, weight, bias, dres)
-        if not pinned and _are_launched_as_they_are(*given):
-            self._remember_backward(given, launches)
+        given = (dy, x, statistics, weight, bias)
+        if not pinned and _are_launched_as_they_are(*given, dres):
+            self._remember_backward(given, dres, launches)
         shaped = in_shape(dx, self.shape)
         if dres_in is not None:
             # One object: with two, autograd would assume separate memory, and add to each in place.
             dres_in = shaped if dres_in is dx else in_shape(dres_in, self.shape)
         return shaped, dw, db, dres_in
 
-    def _remember_backward(self, operands: tuple[Any, ...], launches: BackwardLaunches) -> None:
-        statistics: Tensor = operands[2]
+    def _remember_backward(
+        self, operands: tuple[Any, ...], dres: Tensor | None, launches: BackwardLaunches
+    ) -> None:
+        dy, statistics = operands[0], operands[2]
         launch, few = launches.rows, launches.plan is None
         place = 4 if few else 5  # of rstd
         dx, dres_in, *others = launch.args[place + 2 : place + (6 if few else 7)]
@@ -232,11 +234,11 @@ class NormCall:
         gradients = () if launches.sums is None else launches.sums.args[2:4]
         rows = bound_launch(*launch, offsets=_offset(launch, place, statistics))
         sums = None if launches.sums is None else bound_launch(*launches.sums)
-        are_alike = alike(*operands)
+        are_alike = alike(*operands, None if dres is dy else dres)
         if rows and are_alike and (sums is None) is (launches.sums is None):
             new = [like(each) for each in (*shaped, *others)], [like(each) for each in gradients]
             known = KnownBackward(are_alike, few, rows, sums, *new)
-            self._backward[operands[-1] is None] = known
+            self._backward[dres is None, dres is dy] = known
 
 
 def like(tensor: Tensor | None) -> Allocator | None:
@@ -260,4 +262,4 @@ def _offset(launch: Launch, place: int, statistics: Tensor) -> dict[int, int]:
 def _are_launched_as_they_are(x: Tensor, *others: Tensor | None) -> bool:
     """Whether there is a launch, and on these operands, not on copies of them."""
     given = (x, *(each for each in others if each is not None))
-    return x.numel() > 0 and all(each.is_contiguous() for each in given)
+    return x.numel() > 0 and all(map(is_stored, given))

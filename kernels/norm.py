@@ -17,6 +17,7 @@ from safetune.kernels.launches import is_pinned
 from safetune.kernels.operands import (
     check_options,
     check_tensors,
+    is_traced,
     is_transformed,
     launches_directly,
     refuse_transforms,
@@ -57,20 +58,16 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what `norm_gradients` returns, with less work on the host."""
     call, saved = ctx.call, ctx.saved_tensors
-    found = None if dy is None else call.known_backward(dy, dres, *saved)
+    found = None
+    if dy is not None and not is_traced():  # as by compiled autograd
+        found = call.known_backward(dy, dres, *saved)
+        if found is None and not is_transformed(dy):
+            found = call.backward(dy, dres, *saved)
     if found is None:
-        found = _checked_gradients(call, saved, dy, dres)
+        normalized, statistics, *parameters = saved
+        saved = (normalized, *call.split(statistics), *parameters)
+        found = norm_gradients(call, saved, dy, dres)[:4]
     return *found, None
-
-
-def _checked_gradients(
-    call: Any, saved: tuple[Any, ...], dy: Tensor | None, dres: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if dy is not None and not is_transformed(dy):
-        return call.backward(dy, dres, *saved)  # type: ignore[no-any-return]
-    normalized, statistics, weight, bias = saved
-    saved = (normalized, *call.split(statistics), weight, bias)
-    return norm_gradients(call, saved, dy, dres)[:4]
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:

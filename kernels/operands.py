@@ -56,6 +56,15 @@ def is_transformed(x: Tensor) -> bool:
     return torch._C._are_functorch_transforms_active() or functorch.is_legacy_batchedtensor(x)
 
 
+def is_stored(x: Tensor) -> bool:
+    """Return whether the values of `x` are in its memory, row after row.
+
+    Those of a lazy negation, as of the imaginary part of a conjugate, and of zeros without memory,
+    as forward-mode AD makes, are not: a kernel would read something else.
+    """
+    return x.is_contiguous() and not (x.is_neg() or x._is_zerotensor())
+
+
 def check_tensors(**operands: Any) -> None:
     """Raise `InvalidOperand` unless each operand is a tensor that has rows."""
     for name, operand in operands.items():

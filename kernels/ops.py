@@ -18,7 +18,7 @@ from torch import Tensor
 
 from safetune.errors import TracingError
 from safetune.kernels.functional import forward_rows, layer_norm_bwd
-from safetune.kernels.launches import ForwardOutputs, Launch, statistics_dtype
+from safetune.kernels.launches import ForwardOutputs, Launch, is_pinned, statistics_dtype
 from safetune.kernels.operands import as_rows, check_operands, residual_rows, stores_residual
 
 
@@ -161,7 +161,7 @@ def norm_gradients(
         dx = None if dres is None else dres.to(ctx.x_dtype)
         return dx, None, None, dres if ctx.has_residual else None, None
     flags = (ctx.has_residual, ctx.is_rms_norm, ctx.x_dtype, recompute_output)
-    options = (*flags, ctx.num_groups, ctx.deterministic)
+    options = (*flags, ctx.num_groups, is_pinned(ctx.deterministic))
     dx, dw, db, dres_in, y = _backward(dy, x, weight, bias, mean, rstd, dres, *options)
     dres_in = dx if ctx.x_dtype == x.dtype else dres_in
     dw, db = None if weight is None else dw, None if bias is None else db

@@ -69,6 +69,7 @@ class FastPath:
         self._switches = self._seen = triton_launch.switches(jit)
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._chosen: dict[Any, tuple[Any, ...]] = {}  # heuristics see what a config sets
+        self._binds: dict[tuple[int, ...], Callable[..., Any]] = {}
         self._heuristics = [vars(each) for each in heuristics]
         # With a copy of each dict of functions, which may be changed in place.
         self._as_made = [{**each, "values": {**each["values"]}} for each in self._heuristics]
@@ -187,9 +188,13 @@ class FastPath:
         """
         if not self._source.can_be_bound or self.in_the_way():
             return None
-        made: dict[str, Any] = {}
-        exec(_compiled(self._source.bound_text(offsets)), self._names, made)
-        return made["bind"](grid, args, kwargs, *watch)  # type: ignore[no-any-return]
+        parts = tuple(offsets)
+        bind = self._binds.get(parts)
+        if bind is None:
+            made: dict[str, Any] = {}
+            exec(_compiled(self._source.bound_text(parts)), self._names, made)
+            bind = self._binds[parts] = made["bind"]
+        return bind(grid, args, kwargs, *watch, offsets.values())  # type: ignore[no-any-return]
 
     def _by_triton(
         self,

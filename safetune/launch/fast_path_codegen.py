@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import triton
@@ -115,18 +115,24 @@ def launch(grid, a, k):
     return kernel
 """
 
-    def bound_text(self, offsets: Mapping[int, int]) -> str:
-        """Return the code of `bind`: see `FastPath.bind`."""
+    def bound_text(self, parts: Collection[int]) -> str:
+        """Return the code of `bind`, where `parts` are launched on from an offset on.
+
+        See `FastPath.bind`. It has no number of one call in it, so that it is compiled once.
+        """
         # Those after the last tensor are None, as in every call of this kind.
         given = ", ".join(f"v{i}" for i in range(max(self._tensors) + 1))
-        places = {i: f" + {offsets[i]}" if i in offsets else "" for i in self._tensors}
+        places = {i: f" + offset{i}" if i in parts else "" for i in self._tensors}
         addresses = "\n".join(
             f"            p{i} = v{i}.data_ptr(){place}" for i, place in places.items()
         )
+        offsets = "".join(f"offset{i}, " for i in parts)
+        begin = f"{offsets}= offsets" if parts else ""
         device = "\n".join(f"        {line}" for line in _DEVICE)
         every = " | ".join(f"p{i}" for i in self._tensors)
         return f"""
-def bind(grid, a, k, observers, owner, own_run):
+def bind(grid, a, k, observers, owner, own_run, offsets):
+    {begin}
 {self._unpack()}
     found = known.get({self._key()})
     if found is None or ({every}) & 15:

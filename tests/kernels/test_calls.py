@@ -226,6 +226,57 @@ def test_a_call_that_is_known_is_not_taken_for_one_in_a_trace_or_transform(
     assert bound.launched == 1
 
 
+@pytest.mark.parametrize("most_few_rows", [0, 512])
+def test_one_gradient_of_both_outputs_is_known_too(
+    bound: Bound, random: Any, most_few_rows: int
+) -> None:
+    leaves = random(2, 3, 16), random(16), None, random(2, 3, 16)
+
+    def gradients(*incoming: Tensor) -> tuple[Tensor, ...]:
+        outputs = layer_norm(*leaves, prenorm=True)
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        return torch.autograd.grad(outputs, wanted, incoming)
+
+    dy = random(2, 3, 16, grad=False)
+    right = gradients(dy, dy.clone())
+    gradients(dy, dy)
+    made, before = bound.made, bound.launched
+    for incoming in ((dy, dy), (dy, dy.clone())):
+        found = gradients(*incoming)
+        assert all(map(torch.equal, found, right))
+    assert bound.made == made
+    assert bound.launched == before + 2 * (2 if most_few_rows else 3)
+
+
+def without_memory(values: Tensor) -> Tensor:
+    return torch._efficientzerotensor(tuple(values.shape), device=values.device)
+
+
+@pytest.mark.parametrize("stand_in", [torch._neg_view, without_memory])
+def test_values_that_are_not_in_memory_are_written_out_first(
+    bound: Bound, random: Any, stand_in: Callable[[Tensor], Tensor]
+) -> None:
+    """A lazy negation, as of the imaginary part of a conjugate, and zeros without memory."""
+    for place in range(5):
+        leaves = [random(4, 16), random(16), random(16), random(4, 16)]
+        dy = random(4, 16, grad=False)
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+        if place < 4:
+            leaves[place] = stand_in(leaves[place])
+        else:
+            dy = stand_in(dy)
+
+        def both(leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
+            given = [leaf.detach().requires_grad_() for leaf in leaves]
+            y, added = layer_norm(*given, prenorm=True)
+            return [y, added, *torch.autograd.grad((y, added), given, (dy, dy))]
+
+        right = both([leaf + 0 for leaf in leaves], dy + 0)
+        for _ in range(2):
+            assert all(map(torch.equal, both(leaves, dy), right))
+
+
 def test_one_tensor_as_two_operands(bound: Bound, random: Any) -> None:
     x = random(4, 16)
     for _ in range(2):

@@ -170,6 +170,29 @@ def test_opcheck_of_backward(random: Any, x_dtype: torch.dtype, recompute: bool)
     torch.library.opcheck(torch.ops.safetune.layer_norm_backward.default, arguments)
 
 
+@pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_compiled_autograd_sees_the_operator_of_an_eager_call(
+    random: Any, gradients: Any, prenorm: bool, is_rms_norm: bool
+) -> None:
+    from torch._dynamo import compiled_autograd
+
+    leaves = random(4, 24), random(24), None, random(4, 24)
+
+    def loss() -> Tensor:
+        found = group_norm(*leaves, prenorm=prenorm, is_rms_norm=is_rms_norm)
+        return sum(each.square().sum() for each in (found if prenorm else [found]))
+
+    right = gradients(loss(), None, *leaves)
+    _, counter = compiled(loss)
+    with compiled_autograd._enable(torch.compile(backend=counter)):
+        found = gradients(loss(), None, *leaves)
+    assert operators(counter) == ["safetune.layer_norm_backward"]
+    for mine, theirs in zip(found, right, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+
 def test_fake_tensors_run_no_kernel() -> None:
     """What estimates memory or places layers sees shapes; nothing has memory to launch on."""
     with FakeTensorMode():

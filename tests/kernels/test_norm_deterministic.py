@@ -130,6 +130,18 @@ def test_modules_and_the_operator_pass_it_on(
     assert not launched
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_a_batch_of_losses_are_pinned(
+    random: Any, tuned_to: Any, torch_deterministic: None
+) -> None:
+    launched = tuned_to(-1)
+    x, losses = random(4, 24), random(2, 4, 24, grad=False)
+    for deterministic, launches_of_tuned in ((None, 0), (True, 0), (False, 1 + len(losses))):
+        y = layer_norm(x, None, None, deterministic=deterministic)
+        torch.autograd.grad(y, x, losses, is_grads_batched=True)
+        assert len(launched) == launches_of_tuned
+
+
 def test_same_bits_every_time(results: Any) -> None:
     first = results(deterministic=True)
     for _ in range(3):

@@ -12,6 +12,7 @@ from triton import knobs
 from safetune.frontend import observers
 from safetune.frontend.autotuner import Autotuner
 from safetune.frontend.bound_launch import bound_launch
+from safetune.launch import fast_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +62,18 @@ def test_a_parameter_may_be_a_part_of_a_tensor(kernel: Tuned, machine: Machine) 
     assert parts(X, OUT) is not None
     assert whole(X, OUT) is not None
     assert [launch[4] for launch in machine.launches[-2:]] == [OUT.data_ptr() + 128, OUT.data_ptr()]
+
+
+def test_another_offset_needs_no_other_code(kernel: Tuned, machine: Machine) -> None:
+    """Compiling it takes milliseconds, and an offset may depend on the length of a batch."""
+    kernel.tuner[grid](X, OUT[32:], *REST)
+    before = fast_path._compiled.cache_info().misses
+    for offset in (0, 64, 128):
+        found = bound_launch(kernel.tuner, grid, (X, OUT[32:], *REST), {}, offsets={1: offset})
+        assert found is not None
+        assert found(X, OUT) is not None
+        assert machine.launches[-1][4] == OUT.data_ptr() + offset
+    assert fast_path._compiled.cache_info().misses <= before + 1
 
 
 def test_nothing_is_bound_while_triton_has_to_launch(
