@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -30,6 +31,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,8 @@ def figures(rows: Sequence[Row]) -> Figures:
                 / 1e3,
                 f"{case}_connections_at_once": whole["connections_at_once"],
             }
+        if "refused" in whole:
+            found[f"{case}_connections_refused"] = whole["refused"]
     return found
 
 
@@ -178,12 +182,13 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
     from safetune.errors import Busy, NotExclusive
     from safetune.offline.shards import Shard, SweepStates, Turns, Whose
     from safetune.store.lookup import GuardedStore
-    from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
+    from safetune.store.shared.layer import SWEEP_S, SWEEP_WAIT_S, SharedLayer, open_shared
 
     drawn = random.Random(rank)
     begin, tuned, tunings = time.monotonic(), 0.0, 0
     store = GuardedStore.open(folder)
-    shared = SharedLayer(open_shared(url, sweep=True), store.connection, budget_s=SWEEP_S)
+    backend = open_shared(url, sweep=True, node=store.path)
+    shared = SharedLayer(backend, store.connection, budget_s=SWEEP_S, wait_s=SWEEP_WAIT_S)
     store.shared = shared
     wanted = _requests(keys)
     states = SweepStates(store)
@@ -221,6 +226,7 @@ def slow_down(factor: float) -> None:
         (shards, "_LOOK_S"),
         (shards, "_REFRESH_S"),
         (layer, "SWEEP_S"),
+        (layer, "SWEEP_WAIT_S"),
         (layer, "BUDGET_S"),
         (layer, "RETRY_S"),
         (layer, "REFRESH_S"),
@@ -254,11 +260,12 @@ def process_main(url: str, folder: Path, ours: range, options: argparse.Namespac
             thread.start()
         for thread in threads:
             thread.join()
-    warned = len([each for each in said if each.category is not ResourceWarning])
-    asked = {"requests": counted.requests, "bytes": counted.bytes, "warnings": warned}
+    warned = [str(each.message) for each in said if each.category is not ResourceWarning]
+    asked = {"requests": counted.requests, "bytes": counted.bytes, "warnings": len(warned)}
     for rank, row in rows.items():
         of_rank = asked if rank == ours[0] else dict.fromkeys(asked, 0)
-        (folder / f"{rank}.json").write_text(json.dumps(row | of_rank))
+        said_here = {"said": warned if rank == ours[0] else []}
+        (folder / f"{rank}.json").write_text(json.dumps(row | of_rank | said_here))
 
 
 def _fork(url: str, folder: Path, ours: range, options: argparse.Namespace) -> int:
@@ -273,12 +280,18 @@ def _fork(url: str, folder: Path, ours: range, options: argparse.Namespace) -> i
         os._exit(code)
 
 
+def part_name(case: str, options: argparse.Namespace) -> str:
+    """Return the name of a case with its number of ranks, and of connections if that is not 100."""
+    size = f"{case}_{options.nodes}x{options.ranks}"
+    return size if options.connections == 100 else f"{size}_{options.connections}_connections"
+
+
 def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     """Run one fleet; yield a row for each node, and one for the whole."""
     from safetune.store.shared.layer import open_shared
     from safetune.store.shared.protocol import space_of
 
-    part = f"{case}_{options.nodes}x{options.ranks}"
+    part = part_name(case, options)
     ranks, space = options.nodes * options.ranks, space_of(_requests(options.keys)[0].key)
     connected = _watcher(url)  # the ranks may take all connections
     gc.freeze()  # what is forked stays shared
@@ -328,6 +341,8 @@ def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> 
         "ideal_seconds": sum(row["tuned_s"] for row in finished.values()) / ranks,
         "stored_bytes": _stored_bytes(url),
         "connections_at_once": connections,
+        "refused": _refused(folder),
+        "said": Counter(_PORT.sub(":PORT", text) for r in finished.values() for text in r["said"]),
     }
 
 
@@ -351,6 +366,14 @@ def _stored_bytes(url: str) -> int:
     files = Path(url.removeprefix("file://")).rglob("*")
     return sum(path.stat().st_size for path in files if path.is_file())
 
+
+def _refused(folder: Path) -> int:
+    """Return how often the server had no connection left, by its log."""
+    log = folder / "server" / "log"
+    return log.read_text().count("too many clients already") if log.exists() else 0
+
+
+_PORT = re.compile(r"(?<=127\.0\.0\.1)(:|\", port )[0-9]+")
 
 _COUNT = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'safetune'"
 
@@ -388,7 +411,7 @@ def case_rows(case: str, options: argparse.Namespace) -> list[Row]:
         if case.startswith("directory"):
             (folder / "shared").mkdir()
             return list(run_case(case, f"file://{folder}/shared", folder, options))
-        server = _server_module().Server(folder / "server")
+        server = _server_module().Server(folder / "server", options.connections)
         server.start()
         try:
             return list(run_case(case, server.url(), folder, options))
@@ -404,13 +427,16 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=40.0, help="the mean of a tuning")
     parser.add_argument("--slower", type=float, default=1.0, help="how slowly the clock goes")
+    parser.add_argument("--connections", type=int, default=100, help="of the PostgreSQL server")
     parser.add_argument("--threads", action="store_true", help="a process for each node, not rank")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     options = parser.parse_args()
     result = recording.begin("fleet")
+    cases = {part_name(case, options): case for case in options.cases}
     if not options.fresh:
-        recording.resume(result, [options.out])
-    cases = {f"{case}_{options.nodes}x{options.ranks}": case for case in options.cases}
+        recording.take_over(result, [options.out])
+        ours = {"commit": result.commit}
+        result.rows = [r for r in result.rows if r["part"] not in cases or r | ours == r]
     for part in recording.parts_to_run(cases, result.rows, options, PART_S):
         print(part, flush=True)
         result.rows += case_rows(cases[part], options)

@@ -29,7 +29,7 @@ from safetune.settings import Mode, Settings
 from safetune.store.local import db_files
 from safetune.store.local.store import Store
 from safetune.store.lookup import GuardedStore, open_lookup
-from safetune.store.shared.layer import SWEEP_S, SharedLayer, open_shared
+from safetune.store.shared.layer import SWEEP_S, SWEEP_WAIT_S, SharedLayer, open_shared
 from safetune.tuning import requests
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
 from safetune.tuning.shared_bench import HelpersBench, SharedBench
@@ -158,8 +158,8 @@ def open_shared_store() -> GuardedStore:
     store = open_lookup(settings).store
     if store.shared is not None:
         url = db_files.locate(settings).shared(settings)
-        shared = open_shared(url, sweep=True)
-        store.shared = SharedLayer(shared, store.connection, budget_s=SWEEP_S)
+        shared = open_shared(url, sweep=True, node=store.path)
+        store.shared = SharedLayer(shared, store.connection, budget_s=SWEEP_S, wait_s=SWEEP_WAIT_S)
     return store
 
 

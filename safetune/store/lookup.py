@@ -250,10 +250,12 @@ def open_lookup(settings: Settings) -> Lookup:
         if shared := where.shared(settings):
             from safetune.store.shared.layer import SharedLayer, open_shared
 
-            backend = open_shared(shared)
+            backend = open_shared(shared, node=None if frozen else where.database)
         store, problem = _opened(where.database, frozen, settings.wait_s)
         if backend is not None:
-            store.shared = SharedLayer(backend, store.connection, writes=not frozen)
+            store.shared = SharedLayer(
+                backend, store.connection, writes=not frozen, wait_s=settings.wait_s
+            )
         lookup = _lookups[identity] = Lookup(store, settings.packs)
     problems = [where.warning(settings)]
     if problem is not None:

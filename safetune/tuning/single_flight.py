@@ -269,12 +269,18 @@ def _elected(
     Args:
         again: tune, although there is a choice.
     """
-    from safetune.store.shared.protocol import NoLease, space_of
+    from safetune.store.shared.protocol import Claim, NoLease, space_of
 
     wanted = (space_of(request.key), request.key.digest, request.declared, again)
-    other = f"another node, which tunes {request.key.kernel.name} for {request.key}"
-    for _ in budget.tries(lambda: other, *_NODE_PAUSES_S):
-        lease, stored = shared.claim(*wanted)
+    claim = Claim()
+
+    def waited_for() -> str:
+        node = f"another node, which tunes {request.key.kernel.name} for {request.key}"
+        return claim.later or node
+
+    for _ in budget.tries(waited_for, *_NODE_PAUSES_S):
+        claim = shared.claim(*wanted)
+        lease, stored = claim.lease, claim.stored
         if (
             stored is not None and stored.choice.config_digest in request.by_digest
         ):  # left by pruning
@@ -304,10 +310,14 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
     every_s = lease.expires_after_s / 3
 
     def beat() -> None:
-        while not ended.wait(every_s):
-            with contextlib.suppress(StoreError):
+        pause_s, sooner = every_s, pauses(*_NODE_PAUSES_S)
+        while not ended.wait(pause_s):
+            try:
                 if not lease.renew():
                     return  # another node tunes now; the first choice that is published counts
+                pause_s, sooner = every_s, pauses(*_NODE_PAUSES_S)
+            except StoreError:  # before it expires, also where a server is full for a moment
+                pause_s = min(next(sooner), every_s)
 
     if every_s < math.inf:
         with contextlib.suppress(RuntimeError):  # no thread can be started: no heartbeats

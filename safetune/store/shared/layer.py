@@ -5,6 +5,11 @@ minute. When they are spent, and whenever the store fails, the layer is off for 
 goes on with the local store alone, and one warning says so. A choice that could not be published is
 in the local store, and is published by the next process, or by the next refresh of this one.
 
+A store that says that it cannot answer now, as a server whose connections are all in use, is there:
+it is asked again, as another node that tunes would be. The caller of `claim` does that, which has
+other processes to wait for, too; a choice that was measured waits here to be published. After
+`SAFETUNE_WAIT` seconds without another answer the layer is off as above.
+
 Where a store has more choices than can be pulled in that time, the thread pulls the rest in slices
 while the run goes on; until it has all, a missing choice is looked up by its key. A process that
 ends before that keeps what it has, and the next one pulls the rest.
@@ -27,11 +32,14 @@ from safetune.errors import InvalidSetting, StoreError, StoreWarning
 from safetune.messages import logger, warn
 from safetune.settings import SharedKind, display_url, shared_kind
 from safetune.store.local import locks
+from safetune.store.local.db_files import tries
+from safetune.store.local.locks import waited
 from safetune.store.records import precedence
 from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.io_thread import IOThread, TimedOut
 from safetune.store.shared.once_per_node import Turn
-from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, Unwritable
+from safetune.store.shared.patience import Budget, PutOff
+from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, TryLater, Unwritable
 
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
@@ -46,6 +54,14 @@ RETRY_S = 60.0
 #: How long `safetune tune` waits for a store that many processes share, instead of `BUDGET_S`.
 SWEEP_S = 60.0
 
+#: How long a store may say that it cannot answer now: `SAFETUNE_WAIT` of a run, and of a sweep,
+#: where nothing else waits for a process.
+WAIT_S = 120.0
+SWEEP_WAIT_S = 600.0
+
+#: The first and the longest pause before such a store is asked again.
+_LATER_S = (0.1, 2.0)
+
 #: How old the local copy may be when a key is missed in it.
 REFRESH_S = 60.0
 
@@ -54,11 +70,11 @@ REFRESH_S = 60.0
 _SLICE_S = 0.2
 
 
-def open_shared(url: str, sweep: bool = False) -> SharedStore:
+def open_shared(url: str, sweep: bool = False, node: Path | None = None) -> SharedStore:
     """Return the store that a URL names, which does not connect yet.
 
     For a sweep of many processes a directory gives leases, as PostgreSQL always does. They last for
-    a minute there, and a free connection is waited for.
+    a minute there. The processes that share the database `node` take turns to connect.
 
     Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
     """
@@ -77,8 +93,8 @@ def open_shared(url: str, sweep: bool = False) -> SharedStore:
             from safetune.store.shared.postgres import Postgres
 
             if sweep:  # each of many ranks renews a lease: a third as often as it expires
-                return Postgres(url, lease_s=SWEEP_S, connect_for_s=SWEEP_S / 2)
-            return Postgres(url)
+                return Postgres(url, lease_s=SWEEP_S, connect_for_s=SWEEP_S / 2, node=node)
+            return Postgres(url, node=node)
         import fsspec
 
         for protocol in url.partition("://")[0].split("::"):
@@ -94,28 +110,6 @@ def open_shared(url: str, sweep: bool = False) -> SharedStore:
     return files.Objects(url)
 
 
-class _Budget:
-    """Seconds that callers may wait, which come back as time passes."""
-
-    def __init__(self, clock: Callable[[], float], total_s: float) -> None:
-        self._clock = clock
-        self._total_s = total_s
-        self._lock = forks.lock()
-        self.refill()
-
-    def refill(self) -> None:
-        """Start with all of it."""
-        self._full_at = 0.0
-
-    def spend(self, seconds: float = 0.0) -> float:
-        """Take seconds off; return what is left."""
-        with self._lock:
-            now = self._clock()
-            each = RETRY_S / self._total_s
-            self._full_at = max(self._full_at, now) + seconds * each
-            return max(0.0, self._total_s - (self._full_at - now) / each)
-
-
 class SharedLayer:
     """A shared store behind a local one. No method raises, and none waits for long."""
 
@@ -129,6 +123,7 @@ class SharedLayer:
         thread: IOThread | None = None,
         batch: int = 200,
         budget_s: float | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         """Put `backend` behind `local`.
 
@@ -137,6 +132,7 @@ class SharedLayer:
             thread: runs what `backend` does; one of its own if None.
             batch: pulled choices are written in transactions of this many.
             budget_s: how long callers wait in total; `BUDGET_S` if None.
+            wait_s: how long the store may say that it cannot answer now.
         """
         self._backend = backend
         self._origin = backend.identity
@@ -145,7 +141,10 @@ class SharedLayer:
         self._batch = batch
         self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
-        self._budget = _Budget(clock, BUDGET_S if budget_s is None else budget_s)
+        self._budget = Budget(clock, BUDGET_S if budget_s is None else budget_s, RETRY_S)
+        self._look_budget = Budget(clock, BUDGET_S, RETRY_S)
+        self._wait_s = wait_s
+        self._put_off = PutOff(2 * RETRY_S)
         self._off_until = self._unwritable_until = 0.0
         self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}
@@ -176,23 +175,32 @@ class SharedLayer:
         self._refreshed[space] = now
         oldest = time.time() - REFRESH_S if since is None else since
         self._partial.add(space)
-        seconds = self._budget.spend() / 2
-        pull = self._pull(space, oldest, seconds)
-        self._call(lambda: self._go_on(space, pull, seconds), None)
+
+        def pull() -> bool:
+            seconds = self._budget.spend() / 2
+            self._go_on(space, self._pull(space, oldest, seconds), seconds)
+            return True
+
+        if self._look(pull, otherwise=True) is None:
+            self._refreshed.pop(space)
 
     def choice(self, space: str, key: str, declared: str) -> ChoiceRecord | None:
         """Return a choice that the local store could not keep, or that is not pulled yet."""
         stored = self._unkept.get((key, declared))
         if stored is None and space in self._partial:
-            stored = self._call(lambda: self._get(space, key, declared), None)
+            stored = self._look(lambda: self._get(space, key, declared), None)
         return stored.choice if stored else None
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         """Ask for the right to tune a key, which every node has where the store does not answer.
 
-        Looks once more for the choice of another node.
+        Looks once more for the choice of another node. Asks once: the claim says where it is to be
+        made again.
         """
-        return self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
+        try:
+            return self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
+        except TryLater as error:
+            return Claim(later=str(error))
 
     def release(self, lease: Lease, published: bool) -> None:
         """Free a lease, without waiting for that."""
@@ -207,7 +215,11 @@ class SharedLayer:
         """
         if not (self.is_on and self._may_write):
             return stored
-        found = self._call(lambda: self._deliver(space, [stored]), [stored])
+        wait_s = max(BUDGET_S, self._wait_s - waited.seconds)
+        deliver = functools.partial(self._deliver, space, [stored])
+        found = self._patiently(deliver, [stored], wait_s, waited.add)
+        if found is None:
+            self._stop(f"the shared store {self._backend.location} puts off a choice's record")
         return found[0] if found else stored
 
     def flush(self) -> None:
@@ -227,24 +239,57 @@ class SharedLayer:
                 if self._unkept.get(name) is written:
                     self._unkept.pop(name, None)  # the thread may write them, too
 
+    def _look(self, work: Callable[[], Result], otherwise: Result) -> Result | None:
+        """As `_patiently`, for as long as lookups may wait."""
+        spend = self._look_budget.spend
+        return self._patiently(work, otherwise, spend(), spend)
+
+    def _patiently(
+        self,
+        work: Callable[[], Result],
+        otherwise: Result,
+        for_s: float,
+        count: Callable[[float], object],
+    ) -> Result | None:
+        """As `_call`, and ask again for `for_s` seconds, which are counted; then return None."""
+        begin = self._clock()
+        for _ in tries(for_s, *_LATER_S, self._clock):
+            try:
+                return self._call(work, otherwise)
+            except TryLater as error:
+                logger.info("%s; asking again", error)
+                now = self._clock()
+                count(now - begin)
+                begin = now
+        return None
+
     def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
+        """Have the thread do some work, and return `otherwise` where the store is off.
+
+        Raises `TryLater`, for `self._wait_s` at most.
+        """
         if not self.is_on:
             return otherwise
         if self._off_until:
             self._off_until = 0.0
             self._budget.refill()
-        begin = self._clock()
+        begin, found = self._clock(), otherwise
         try:
-            return self._thread.call(lambda: self._run(work), self._budget.spend())
+            found = self._thread.call(lambda: self._run(work), self._budget.spend())
+        except TryLater as error:
+            if self._put_off.seconds(begin) < self._wait_s:
+                raise
+            self._stop(str(error))
+            return found
         except Unwritable as error:
             self._stop_writing(error)
         except TimedOut:
             self._stop(f"the shared store {self._backend.location} does not answer in time")
         except StoreError as error:
             self._stop(str(error))
-        finally:
-            self._budget.spend(self._clock() - begin)
-        return otherwise
+        self._budget.spend(self._clock() - begin)
+        self._put_off.end()
+        return found
 
     def _run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the thread; any failure of a back end becomes a `StoreError`."""

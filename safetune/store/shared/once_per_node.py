@@ -1,8 +1,9 @@
 """Once per node: of the processes that share a cache directory, one asks the shared store.
 
 The others wait for it, and read what it wrote to the local database. The time of a file beside the
-database says when that was last done, and meanwhile the process holds a lock. Where there are no
-locks (on some network file systems, or without a directory) every process asks for itself.
+database says when that was last done, and meanwhile the process holds a lock. Another lock is the
+turn to have a connection. Where there are no locks (on some network file systems, or without a
+directory) every process asks for itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from safetune.store.local import db_files, locks
 from safetune.store.local.db_files import tries
+from safetune.store.local.locks import KeyLock
 
 
 class Turn(enum.Enum):
@@ -57,6 +59,20 @@ def turn(
             with contextlib.suppress(OSError), open(db_files.open_lock(answered), "wb") as file:
                 file.write(mark)
                 file.truncate()
+
+
+def to_connect(database: Path | None, store: str, wait_s: float) -> KeyLock | None:
+    """Return this process's turn to have a connection to a shared store.
+
+    None where there are no locks, and where another process has not let go for `wait_s`: it may be
+    stopped, or its server dead, and this one then connects beside it.
+    """
+    if database is not None:
+        with contextlib.suppress(OSError):
+            for _ in tries(wait_s, 0.001, 0.05):
+                if lock := locks.try_lock(database, f"connection {store}"):
+                    return lock
+    return None
 
 
 def _locked(database: Path, name: str, wait_s: float, held: contextlib.ExitStack) -> bool:

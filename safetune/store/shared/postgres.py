@@ -1,8 +1,9 @@
 """A shared store in PostgreSQL: two tables in the schema `safetune`, and leases between nodes.
 
-A connection is open for one task only, never while a node tunes: three hundred nodes that start
-together share a hundred connections, with a few tries each. TLS and every other option of a
-connection is libpq's: in the URL, in PG* variables, in ~/.pgpass. The first writer makes the
+A connection is open for one task only, never while a node tunes, and the processes of a node take
+turns to have one: a server needs one for each node, however many ranks a node has. One that has
+none left, or that drops one, is to be asked again (`protocol.TryLater`). TLS and every other option
+of a connection is libpq's: in the URL, in PG* variables, in ~/.pgpass. The first writer makes the
 tables, under an advisory lock; a reader never makes any.
 """
 
@@ -10,22 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import errors
-from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Conninfo
 
 from safetune.errors import SafetuneError, StoreError
 from safetune.keys import encoding
 from safetune.settings import display_url, without_password
-from safetune.store.local.db_files import tries
 from safetune.store.records import StoredChoice
+from safetune.store.shared import once_per_node
+from safetune.store.shared.postgres_connect import CONNECT_FOR_S, connect, is_for_now
 from safetune.store.shared.protocol import (
     MAX_BYTES,
     UNSHARED,
@@ -33,11 +32,21 @@ from safetune.store.shared.protocol import (
     Lease,
     Name,
     NoLease,
+    TryLater,
     Unwritable,
     decoded,
     encode,
     name_of,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from safetune.store.local.locks import KeyLock
+
+#: How long to wait for another process of the node to close its connection, before this one opens
+#: a second one: the other may have been stopped.
+TURN_S = 0.5
 
 _TIMEOUT = "SET LOCAL statement_timeout = 5000"  # milliseconds
 
@@ -101,22 +110,6 @@ _abandoned: list[psycopg.Connection[Any]] = []
 #: The number of the advisory lock for migrations: "safetune" in ASCII.
 _MIGRATION_LOCK = 0x7361666574756E65
 
-#: For what neither the URL nor a PG* variable sets: notice within seconds that a server is gone.
-_DEFAULTS = {"connect_timeout": "2", "fallback_application_name": "safetune"}
-_DEFAULTS |= {"keepalives_idle": "5", "keepalives_interval": "2", "keepalives_count": "2"}
-_DEFAULTS |= {"tcp_user_timeout": "5000"}
-
-#: What a server says that has no free connection (53300), or that does not accept any yet (57P03).
-#: psycopg does not pass on the code of an error that ends the connecting.
-_PASSES = re.compile(
-    "too many|remaining connection slots|no more connections|starting up|shutting down|"
-    "in recovery mode|not yet accepting"
-)
-
-#: How long to try to connect: others use a connection for some ten milliseconds each.
-CONNECT_FOR_S = 1.6
-_CONNECT_PAUSES_S = (0.1, 0.3)
-
 # Plain reads: `to_regclass` may answer from before this session got the lock.
 _HAS_SCHEMA = "SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = 'safetune'"
 _HAS_TABLES = """
@@ -154,13 +147,30 @@ class Postgres:
     """The records in a database, see `protocol.SharedStore`. For one thread at a time."""
 
     def __init__(
-        self, url: str, lease_s: float = 15.0, connect_for_s: float = CONNECT_FOR_S
+        self,
+        url: str,
+        lease_s: float = 15.0,
+        connect_for_s: float = CONNECT_FOR_S,
+        node: Path | None = None,
+        turn_s: float = TURN_S,
     ) -> None:
+        """Read and write at a URL.
+
+        Args:
+            lease_s: how long a lease lasts that is not renewed.
+            connect_for_s: how long to try to connect where nothing answers.
+            node: the database of a node whose processes take turns to connect.
+            turn_s: how long to wait for that turn, before this connects without one.
+        """
         self.location = display_url(url)
         self._url = url
         self._lease_s = lease_s
         self._connect_for_s = connect_for_s
+        self._node = node
+        self._turn_s = turn_s
         self._connection: psycopg.Connection[Any] | None = None
+        self._turn: KeyLock | None = None
+        self._dropped = False
         self._pid = os.getpid()
 
     @property
@@ -200,26 +210,36 @@ class Postgres:
             return connection.execute(statement, parameters).fetchall() if has_tables else []
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        with self.writing() as connection:
-            return [_publish(connection, namespace, record) for record in records]
+        records = list(records)
+        wanted = {name_of(record): record for record in records}
+        with self.writing() as connection:  # in one order on all nodes, as each row is locked
+            found = {n: _publish(connection, namespace, wanted[n]) for n in sorted(wanted)}
+        return [found[name_of(record)] for record in records]
 
     def lease(self, key: str, node: str) -> Lease | None:
         with self.writing() as connection:
             row = connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone()
-            with contextlib.suppress(errors.InsufficientPrivilege), connection.transaction():
-                connection.execute(_PRUNE)
             if row is None:
                 found = connection.execute(_OWNER, (key,)).fetchone()
                 return NoLease() if found and found[0] == UNSHARED else None
-        return PostgresLease(self._url, key, node, int(row[0]), self._lease_s)
+            with contextlib.suppress(errors.InsufficientPrivilege), connection.transaction():
+                connection.execute(_PRUNE)
+        return PostgresLease(self._again, key, node, int(row[0]), self._lease_s)
+
+    def _again(self) -> Postgres:
+        """The same store for another thread."""
+        return Postgres(self._url, self._lease_s, self._connect_for_s, self._node, self._turn_s)
 
     def close(self) -> None:
         """Close the connection, until the next use."""
         self._notice_fork()
         connection, self._connection = self._connection, None
+        turn, self._turn = self._turn, None
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
                 connection.close()
+        if turn is not None:
+            turn.release()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[psycopg.Connection[Any]]:
@@ -234,35 +254,49 @@ class Postgres:
         self._notice_fork()
         try:
             if self._connection is None:
+                self._turn = once_per_node.to_connect(self._node, self.location, self._turn_s)
                 self._connection = connect(self._url, self._connect_for_s)
             with self._connection.transaction():
                 self._connection.execute(_TIMEOUT)
                 yield self._connection
+            self._dropped = False
         except BaseException as error:
+            first = not self._dropped
+            self._dropped = self._connection is not None and self._connection.broken
             self.close()
             if isinstance(error, SafetuneError) or not isinstance(error, Exception):
                 raise
-            unwritable = action != "read" and isinstance(error, _UNWRITABLE)
+            kind = StoreError
+            if is_for_now(error) or (self._dropped and first):  # to connect again says what it is
+                kind = TryLater
+            elif action != "read" and isinstance(error, _UNWRITABLE):
+                kind = Unwritable
             lines = str(error).strip().splitlines() or [type(error).__name__]
             reason = without_password(lines[0], self._url)
-            problem = f"cannot {action} the shared store {self.location}: {reason}"
-            raise (Unwritable if unwritable else StoreError)(problem) from error
+            raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
     def _notice_fork(self) -> None:
         """Do not touch the parent's connection, whose lock a thread may hold."""
         if self._pid != os.getpid():
             if self._connection is not None:
                 _abandoned.append(self._connection)
-            self._connection, self._pid = None, os.getpid()
+            self._connection, self._turn, self._pid = None, None, os.getpid()
 
 
 class PostgresLease:
     """A row that says which node tunes a key. For one thread at a time, whichever it is."""
 
-    def __init__(self, url: str, key: str, owner: str, token: int, expires_after_s: float) -> None:
+    def __init__(
+        self,
+        opened: Callable[[], Postgres],
+        key: str,
+        owner: str,
+        token: int,
+        expires_after_s: float,
+    ) -> None:
         self.expires_after_s = expires_after_s
         self.token = token
-        self._url = url
+        self._opened = opened
         self._name = (key, owner, token)
 
     def renew(self) -> bool:
@@ -274,7 +308,7 @@ class PostgresLease:
 
     def _execute(self, statement: str, *parameters: Any) -> int:
         """Return how many rows the statement has changed."""
-        with contextlib.closing(Postgres(self._url)) as store, store.writing() as connection:
+        with contextlib.closing(self._opened()) as store, store.writing() as connection:
             return connection.execute(statement, parameters).rowcount
 
 
@@ -292,42 +326,6 @@ def _publish(
         if row:  # what is there is not a record; the first to replace it wins
             connection.execute(_REPLACE, (text, *key, row[0]))
     return record
-
-
-class _Text(Loader):
-    """Text of a database of any encoding, in which anything may have been written."""
-
-    def load(self, data: Any) -> str:
-        return bytes(data).decode("utf-8", "replace")
-
-
-def connect(
-    url: str, for_s: float = CONNECT_FOR_S, clock: Callable[[], float] = time.monotonic
-) -> psycopg.Connection[Any]:
-    """Connect, and try again for `for_s` seconds: a server may have no connection left just now."""
-    given = {*psycopg.conninfo.conninfo_to_dict(url)}
-    # What a PG* variable or a service file sets.
-    given |= {o.keyword.decode() for o in Conninfo.get_defaults() if o.val != o.compiled}
-    options: dict[str, Any] = {n: v for n, v in _DEFAULTS.items() if n not in given}
-    options["client_encoding"] = "SQL_ASCII"  # not converted, which may fail: we write ASCII
-    for last in tries(for_s, *_CONNECT_PAUSES_S, clock):
-        try:
-            # No prepared statements: a pooler may give each transaction another server process.
-            connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
-        except psycopg.OperationalError as error:
-            if last or not _may_pass(error):
-                raise
-        else:
-            connection.adapters.register_loader("text", _Text)
-            return connection
-    raise AssertionError("the last try returns or raises")
-
-
-def _may_pass(error: psycopg.OperationalError) -> bool:
-    """Whether to connect again: not after a refusal, as each wrong password may lock an account."""
-    asked = error.pgconn is not None and (error.pgconn.used_password or error.pgconn.needs_password)
-    refused = asked or "FATAL" in str(error)
-    return not refused or _PASSES.search(str(error)) is not None
 
 
 def _version(connection: psycopg.Connection[Any]) -> int:

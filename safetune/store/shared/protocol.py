@@ -96,6 +96,10 @@ class Unwritable(StoreError):
     """The shared store can be read, and not be written: read-only, or full."""
 
 
+class TryLater(StoreError):
+    """The shared store is there, and cannot answer now: all its connections are in use, say."""
+
+
 class Lease(Protocol):
     """The right of one node to tune a key, until it is released or expires."""
 
@@ -126,17 +130,22 @@ class NoLease:
 
 
 class Claim(NamedTuple):
-    """The right to tune a key, or the choice of another node; neither while another tunes it."""
+    """The right to tune a key, or the choice of another node; neither while another tunes it.
+
+    Neither, too, where the store is to be asked later, which `later` then says.
+    """
 
     lease: Lease | None = None
     stored: StoredChoice | None = None
+    later: str = ""
 
 
 class SharedStore(Protocol):
     """Choices of many nodes. The first valid record of a name is the choice.
 
-    Every method may block, and raises `StoreError`; `publish` and `lease` raise `Unwritable` where
-    the store can only be read. Anything stored that is not a valid record is treated as absent.
+    Every method may block, and raises `StoreError`: `TryLater` where it is only to be asked again;
+    `publish` and `lease` raise `Unwritable` where the store can only be read. Anything stored that
+    is not a valid record is treated as absent.
     """
 
     #: Its URL for messages, without a password.

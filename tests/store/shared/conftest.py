@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -111,6 +111,57 @@ def database(server: Any, tmp_path: Path) -> str:
     with psycopg.connect(server.url(), autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")
     return str(server.url(name))
+
+
+class Full:
+    """A server with six connections, all of which the test holds until it lets go."""
+
+    CONNECTIONS = 6
+
+    def __init__(self, server: Any) -> None:
+        self.url: str = server.url()
+        self._log = server._directory / "log"
+        self._held: list[Any] = []
+
+    def hold(self) -> None:
+        """Take all connections, also those that are still being closed."""
+        import psycopg
+
+        while len(self._held) < self.CONNECTIONS:
+            with contextlib.suppress(psycopg.OperationalError):
+                self._held.append(psycopg.connect(self.url))
+
+    def let_go(self, number: int = CONNECTIONS) -> None:
+        for _ in range(number):
+            self._held.pop().close()
+
+    @property
+    def refused(self) -> int:
+        """How often the server has refused a connection, by its log."""
+        return int(self._log.read_text().count("too many clients already"))
+
+    def wait_for_refusals(self, number: int, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wait until it has refused this many more, or for something else."""
+        before = self.refused
+        while self.refused < before + number and not unless():
+            threading.Event().wait(0.02)
+
+
+@pytest.fixture
+def full() -> Iterator[Full]:
+    """A server that is full once the test says so."""
+    pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
+    module = example("postgres_server")
+    directory = Path(tempfile.mkdtemp(prefix="safetune-pg-"))
+    try:
+        started = module.Server(directory, max_connections=Full.CONNECTIONS)
+        started.start()
+    except module.NoServer as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        pytest.skip(f"{error} (the extra `dev` has one)")
+    yield Full(started)
+    started.stop()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.packs import exchange
 from safetune.store.records import KeyRecord, StoredChoice, TrialRecord
 from safetune.store.shared import local_copy, once_per_node
-from safetune.store.shared.layer import SharedLayer, _Budget, open_shared
+from safetune.store.shared.layer import SharedLayer, open_shared
 from safetune.store.shared.once_per_node import Turn
+from safetune.store.shared.patience import Budget
 from safetune.store.shared.protocol import Name, SharedStore
 
 from .conftest import LIST, ROOT, SPACE, TOOLCHAIN, Children, choice, key, stored, tuned
@@ -89,7 +90,7 @@ def test_a_run_goes_on_while_the_thread_pulls_the_rest(local: GuardedStore, larg
         warnings.simplefilter("always")
         # No node has tuned it; to wait for the whole pull would be to wait for `go_on`.
         assert lookup.find(key(MANY), LIST) is None
-        layer._budget = _Budget(time.monotonic, 60.0)  # full, and enough on a busy machine
+        layer._budget = Budget(time.monotonic, 60.0, 60.0)  # full, and enough on a busy machine
         # What is not pulled yet is asked for by its key, and then it is here.
         assert local.choice(key(LAST).digest) is None
         assert lookup.find(key(LAST), LIST) == choice(LAST)
