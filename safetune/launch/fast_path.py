@@ -63,8 +63,7 @@ class FastPath:
         self._tuner = tuner
         self._shape = shape
         self._source = source
-        defaults = {parameter.name: parameter.default for parameter in jit.params}
-        self._absent = {name: defaults[name] for name in source.absent}
+        self._absent = {name: jit.signature.parameters[name].default for name in source.absent}
         self._jit = jit
         self._switches = self._seen = triton_launch.switches(jit)
         self._known: dict[Any, tuple[Any, ...]] = {}

@@ -127,12 +127,11 @@ def launch(grid, a, k):
             f"            p{i} = v{i}.data_ptr(){place}" for i, place in places.items()
         )
         offsets = "".join(f"offset{i}, " for i in parts)
-        begin = f"{offsets}= offsets" if parts else ""
         device = "\n".join(f"        {line}" for line in _DEVICE)
         every = " | ".join(f"p{i}" for i in self._tensors)
         return f"""
 def bind(grid, a, k, observers, owner, own_run, offsets):
-    {begin}
+    [{offsets}] = offsets
 {self._unpack()}
     found = known.get({self._key()})
     if found is None or ({every}) & 15:
