@@ -174,12 +174,12 @@ def test_a_server_that_hangs_up_and_is_gone_is_not_waited_for(
         ("client connections exceeded (max_user_client_connections)", True),
         ("query_wait_timeout", True),
         ('database "choices" does not exist', False),
-        ('role "nobody" does not exist', False),
+        ('role "stranger" does not exist', False),
         ("server login has been failing, cached error: connect failed", False),
     ],
 )
 def test_what_servers_and_poolers_say(answer: str, is_for_now: bool) -> None:
-    """Once in each case: whoever wants to ask again decides when."""
+    """Each is asked once: the layer decides whether and when to ask again."""
     fields = b"SFATAL\0VFATAL\0C53300\0M" + answer.encode() + b"\0\0"
     asked = []
 
