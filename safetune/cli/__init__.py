@@ -25,7 +25,15 @@ from safetune.cli import (  # noqa: F401 - each declares its commands
     warm,
 )
 from safetune.cli.command import ARGUMENTS, COMMANDS, DEBUG, debug_option, examples
-from safetune.cli.output import PRINTED, describe, echo, print_json, version_of, warnings_as_lines
+from safetune.cli.output import (
+    PRINTED,
+    describe,
+    echo,
+    forget_bad_width,
+    print_json,
+    version_of,
+    warnings_as_lines,
+)
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 
@@ -97,6 +105,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 def main() -> None:
     """Tune Triton kernels in subprocesses and manage the stored choices."""
     installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
+    forget_bad_width()
 
 
 for _command in COMMANDS:

@@ -167,6 +167,13 @@ def source_words(origin: str) -> str:
     return known.get(origin) or f"from {_DIGEST.sub('', origin)}"
 
 
+def forget_bad_width() -> None:
+    """Unset $COLUMNS where it is not a width: at 0, as without a terminal, tables have no text."""
+    text = os.environ.get("COLUMNS", "")
+    if not (text.isdecimal() and int(text)):
+        os.environ.pop("COLUMNS", None)
+
+
 def stdout_console() -> Console:
     """Return the console for tables: as wide as the terminal; in a file or pipe lines never wrap.
 

@@ -122,3 +122,15 @@ def test_where_not_even_the_values_fit_a_row_is_a_paragraph(
 
     row = [line.strip() for line in lines[lines.index("* BLOCK_SIZE_K=32") :]]
     assert row[1:4] == ["BLOCK_SIZE_M=64", "BLOCK_SIZE_N=64", "verdict=ok"]
+
+
+@pytest.mark.parametrize("columns", ["0", "", "wide", "²", "-80"])
+def test_what_is_not_a_width_is_as_if_it_was_not_given(
+    safetune: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """Regression: at 0, which a container without a terminal may set, tables had no text."""
+    whole = safetune("show", "chunk_fwd_kernel").stdout
+
+    monkeypatch.setenv("COLUMNS", columns)
+
+    assert safetune("show", "chunk_fwd_kernel").stdout == whole

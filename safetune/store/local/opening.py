@@ -255,6 +255,11 @@ def prepare_suspect(connection: sqlite3.Connection) -> None:
 def check_readable(connection: sqlite3.Connection) -> None:
     """Raise `StoreError` unless a database can be read without bringing it up to date."""
     version = _version(connection)
+    if not version:
+        raise StoreError(
+            "it is empty; of a database that a process has open, copy the file that ends in -wal "
+            "too, or use `safetune export` there"
+        )
     if version < OLDEST:
         raise StoreError(
             "an older safetune wrote it; run `safetune list` once where it can be written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import stat
 import threading
@@ -359,3 +360,17 @@ def test_reading_alone_writes_nothing_beside_what_a_killed_writer_left(tmp_path,
     opened.close()
     assert found is not None
     assert {name: (status.st_mtime_ns, data) for name, (status, data) in files().items()} == before
+
+
+def test_a_copy_without_the_log_of_a_database_in_use_says_so(tmp_path, store, records):
+    """Regression: it said that an older safetune wrote it, and so did an empty file."""
+    store.put_choice(records.choice())
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(store.path.read_bytes())
+    with pytest.raises(StoreError, match=r"it is empty; .* copy the file that ends in -wal too"):
+        Store.open_read_only(copy)
+
+    shutil.copyfile(f"{store.path}-wal", f"{copy}-wal")
+    opened = Store.open_read_only(copy)
+    assert opened.choice("key") == records.choice()
+    opened.close()
