@@ -52,13 +52,36 @@ def examples(*lines: str) -> str:
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
+class _Command(click.Command):
+    """Refuses an option or a path without text, as of a variable that is not set.
+
+    It would mean something else: all devices, the working directory.
+    """
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        if not context.resilient_parsing:
+            given, _, _ = self.make_parser(context).parse_args([*args])
+            for each in self.params:
+                value = given.get(str(each.name))
+                if value == "" or (isinstance(value, (list, tuple)) and "" in value):
+                    self._refuse(each, context)
+        return super().parse_args(context, args)
+
+    def _refuse(self, parameter: click.Parameter, context: click.Context) -> None:
+        if isinstance(parameter, click.Option):
+            raise click.UsageError(f"{max(parameter.opts, key=len)} is empty.", context)
+        if isinstance(parameter.type, click.Path):
+            raise click.UsageError(f"The path {parameter.human_readable_name} is empty.", context)
+
+
 def command(
     name: str, *lines: str, json: bool = True, **settings: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Declare a command of `safetune`, with examples; it gets --debug and, as a rule, --json."""
 
     def declare(function: Callable[..., Any]) -> click.Command:
-        made = click.command(name, click.Command, epilog=examples(*lines), **settings)(function)
+        made = click.command(name, _Command, epilog=examples(*lines), **settings)(function)
         if json:
             _json_option(made)
         COMMANDS.append(debug_option(made))

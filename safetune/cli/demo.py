@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from safetune.cli.command import command
+from safetune.cli.command import FILE, command
 from safetune.cli.output import echo
 from safetune.errors import TargetError
 
@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 @click.option(
     "--copy",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=FILE,
     help="Copy the examples to DIR, a new directory, and run nothing.",
 )
 def demo(copy: Path | None) -> None:

@@ -127,9 +127,6 @@ def tune_command(**given: Any) -> None:
 
 def _check(options: SimpleNamespace) -> None:
     targets.check_wanted(options.target, options.shape, options.dtype, options.recorded)
-    for name in ("device", "devices", "shard", "ray"):
-        if getattr(options, name) == "":  # of a variable that is not set: not the same as without
-            raise click.UsageError(f"--{name} is empty.")
     for name, given in (("--zeros", options.zeros), ("--top", options.top is not None)):
         if given and not options.recorded:
             raise click.UsageError(f"{name} needs --recorded.")

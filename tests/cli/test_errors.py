@@ -8,8 +8,10 @@ import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
 
+from safetune.cli import main
 from safetune.store.local.store import Store
 
 if TYPE_CHECKING:
@@ -208,12 +210,22 @@ class TestOptions:
         assert result.exit_code == 2
         assert "'none' is not one of 'config', 'worker'" in result.stderr
 
-    @pytest.mark.parametrize("option", ["--device", "--devices", "--shard", "--ray"])
-    def test_one_without_text(self, safetune: Any, targets: Path, option: str) -> None:
-        result = safetune("tune", targets / "add.py", f"{option}=")
-
-        assert result.exit_code == 2
-        assert f"Error: {option} is empty." in result.stderr
+    @pytest.mark.parametrize("name", sorted(main.commands))
+    def test_one_without_text_and_a_path_without_text(self, safetune: Any, name: str) -> None:
+        """Of a variable that is not set: `clear --device ""` cleared the kernel on all devices, and
+        `export ""` wrote into the working directory.
+        """
+        given = [each for each in main.commands[name].params if not getattr(each, "is_flag", False)]
+        paths = [each for each in given if isinstance(each.type, click.Path)]
+        options = [each for each in given if isinstance(each, click.Option)]
+        for option in options:
+            result = safetune(name, f"{option.opts[-1]}=")
+            assert result.exit_code == 2
+            assert f"Error: {option.opts[-1]} is empty." in result.stderr
+        for path in {*paths}.difference(options):
+            assert f"Error: The path {path.human_readable_name} is empty." in (
+                safetune(name, "").stderr
+            )
 
     @pytest.mark.parametrize(
         "words",
