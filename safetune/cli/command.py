@@ -90,6 +90,14 @@ def command(
     return declare
 
 
+def in_another_process(*arguments: str) -> list[str]:
+    """Return the command line that runs this command with other arguments."""
+    from safetune.isolation import elsewhere
+
+    run = "from safetune.cli import main; main(prog_name='safetune')"
+    return elsewhere.python(run, *arguments)
+
+
 class Number(click.FloatRange):
     """A number in a range; for click, NaN is in each."""
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from safetune.cli.command import in_another_process
 from safetune.cli.output import echo
 from safetune.errors import SafetuneError
 
@@ -110,7 +111,7 @@ class LocalWorker:
     def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "safetune", "tune", *arguments],
+            in_another_process("tune", *arguments),
             stdin=subprocess.PIPE,  # the worker ends when this process does
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

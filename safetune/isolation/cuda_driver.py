@@ -12,9 +12,7 @@ import ctypes
 import functools
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetune.errors import BackendError
@@ -33,10 +31,7 @@ NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT})
 _SM_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
 _SHARED_MEMORY, _OVERSIZED_SHARED_MEMORY = 97, 150
 
-#: Python's own folder for `-c`, the working directory, is not searched.
 _DESCRIBE = """
-import sys
-sys.path[:] = [*filter(None, sys.path), sys.argv[2]]
 import json
 from safetune.isolation import cuda_driver
 print(json.dumps(cuda_driver.load().describe(int(sys.argv[1]))))
@@ -115,9 +110,8 @@ def described_elsewhere(index: int) -> Description:
     """
     from safetune.isolation import elsewhere
 
-    program = [sys.executable, "-c", _DESCRIBE, str(index), str(Path(__file__).parents[2])]
     try:
-        done = elsewhere.ask(program, _DESCRIBE_S)
+        done = elsewhere.ask(elsewhere.python(_DESCRIBE, str(index)), _DESCRIBE_S)
     except OSError as error:
         raise BackendError(f"no process could be asked about device {index}: {error}") from error
     if done.returncode:

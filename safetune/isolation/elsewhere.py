@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 #: How long a process that is killed may take to end.
 _END_S = 1.0
@@ -13,12 +14,27 @@ _END_S = 1.0
 #: How long it may take to add two tensors, with the import of torch, on however slow a file system.
 _ADDS_S = 180.0
 _ADDS = """
-import sys, torch
+import torch
 index = int(sys.argv[1])
 x = torch.arange(1 << 20, device="cpu" if index < 0 else index)
 found = int((x + x).sum())
 sys.exit(0 if found == (1 << 20) * ((1 << 20) - 1) else f"it adds wrong: {found}")
 """
+
+
+#: `-c` puts the working directory first in the search path: a folder there may have the name of a
+#: library. Nothing is imported before it is gone.
+_LEAVE = "import sys\nsys.path[:] = [*{first}, *filter(None, sys.path), {root!r}]\n"
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python program that finds safetune, and for which `sys` is imported.
+
+    It imports nothing from the working directory, unless `python -m` found this safetune there.
+    """
+    root = str(Path(__file__).parents[2])
+    first = sys.path[:1] if sys.path[:1] == [root] else []
+    return [sys.executable, "-c", _LEAVE.format(first=first, root=root) + code, *arguments]
 
 
 def ask(
@@ -60,7 +76,7 @@ def why_broken(index: int, limit_s: float = _ADDS_S) -> str:
         index: torch's; -1 for the CPU.
     """
     try:
-        done = ask([sys.executable, "-c", _ADDS, str(index)], limit_s)
+        done = ask(python(_ADDS, str(index)), limit_s)
     except OSError as error:
         return str(error)
     if not done.returncode:

@@ -112,6 +112,34 @@ def test_what_a_worker_prints_besides_its_events_is_a_message(
     assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
 
 
+@pytest.fixture
+def wrong_ones(tmp_path: Path) -> Path:
+    """A folder of files with the names of libraries."""
+    for name in ("click", "rich", "msgspec", "torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    return tmp_path
+
+
+def test_the_command_imports_no_library_of_the_working_directory(
+    start: Start, wrong_ones: Path
+) -> None:
+    """Regression: `python -m safetune` had imported click and rich there when it left it."""
+    process = start("stats", env={}, cwd=wrong_ones, stdout=subprocess.PIPE)
+    assert b"choices" in process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0
+
+
+def test_nor_does_a_worker(
+    wrong_ones: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: all workers of --devices ended at once, though `safetune` itself worked there."""
+    (wrong_ones / "queue.py").write_text("raise SystemExit('of Python itself')")
+    monkeypatch.chdir(wrong_ones)
+    worker = workers.LocalWorker("GPU 0", ["--help"], {})
+    assert [*worker.events()] == []
+    assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
+
+
 def test_a_worker_may_print_bytes_that_are_not_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +38,14 @@ def test_a_card_that_works_has_no_reason_and_one_that_is_not_there_has() -> None
 
 def test_a_card_that_does_not_answer_is_broken() -> None:
     assert elsewhere.why_broken(-1, limit_s=0.01) == "no answer within 0.01 s"
+
+
+def test_a_folder_with_the_name_of_a_library_breaks_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the last launches of a tuning that failed there were laid to the device."""
+    for name in ("torch", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+
+    assert elsewhere.why_broken(-1) == ""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetune import triton_internals
+from safetune.cli.command import in_another_process
 from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import version_of
 from safetune.isolation import elsewhere
@@ -109,7 +110,7 @@ def isolation(probe: Path = _PROBE) -> Iterator[Check]:
         variables = {name: os.environ[name] for name in kept}
         try:
             done = elsewhere.ask(
-                [sys.executable, "-m", "safetune", "tune", str(probe), "--json"],
+                in_another_process("tune", str(probe), "--json"),
                 _PROBE_S,
                 {**variables, "SAFETUNE_CACHE_DIR": directory},
             )
