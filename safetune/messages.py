@@ -128,6 +128,11 @@ def _of_launcher(kind: Literal["rank", "local_rank"]) -> int | None:
     return None
 
 
+def one_line(text: str) -> str:
+    """Return a text without line ends, and with single spaces."""
+    return " ".join(text.split())
+
+
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Return `1 key`, `2 keys`."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"

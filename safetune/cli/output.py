@@ -29,7 +29,7 @@ from safetune.errors import PhantomKeyWarning, SafetuneError
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
 from safetune.messages import counted as counted
-from safetune.messages import logger, prefix
+from safetune.messages import logger, one_line, prefix
 from safetune.outcome import Outcome
 from safetune.store.local.store import AGREED, IMPORTED
 
@@ -69,14 +69,14 @@ def echo(text: object, err: bool = False) -> None:
 def describe(error: BaseException) -> str:
     """Return an error as one line; for an unexpected error, with the file and line."""
     if isinstance(error, SafetuneError):
-        return _one_line(str(error))
+        return one_line(str(error))
     return f"{typed(error)}{location_of(error)}; --debug shows the traceback"
 
 
 def typed(error: BaseException) -> str:
     """Return an exception's type and message on one line."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return _one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def location_of(error: BaseException) -> str:
@@ -117,7 +117,7 @@ def warnings_as_lines() -> Iterator[None]:
         tell(f"{kind}{record.getMessage()}")
 
     def tell(text: str) -> None:
-        echo(_one_line(text), err=True)
+        echo(one_line(text), err=True)
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -131,10 +131,6 @@ def warnings_as_lines() -> Iterator[None]:
             yield
     finally:
         logger.removeHandler(lines)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 @contextlib.contextmanager

@@ -230,8 +230,9 @@ def _imported(source: str) -> ModuleType:
     try:
         if source.endswith(".py"):
             return _load_file(Path(source).resolve())
-        sys.path.insert(0, os.getcwd())
-        return importlib.import_module(source)
+        from safetune.offline.imports import import_named
+
+        return import_named(source)
     except (Exception, SystemExit) as error:
         raise TargetError(
             f"{source} cannot be imported: {typed(error)}{location_of(error)}"

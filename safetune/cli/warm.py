@@ -65,7 +65,7 @@ def warm_command(
         if recorded:
             stored = targets.recorded(open_store(), kernels)
             found = replay.sort_out(stored, kernels, zeros=True, left_out=left_out)
-            calls = [replay.shapes_of(call, kernel) for call, kernel in found]
+            calls = replay.shapes(found, left_out)
         else:
             calls = [task for kernel in kernels for task in warm.declared(kernel, dtype, shape)]
         targets.check_shapes(shape, [task.workload.name for task in calls])

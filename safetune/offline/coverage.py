@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
@@ -49,7 +50,10 @@ def coverage(
     times = times_ms(calls)
     for call in calls:
         record = records.get(call.key)
-        found = Found.NOTHING if record is None else _found(call, record, lookup)
+        found = Found.NOTHING
+        if record is not None:
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                found = _found(call, record, lookup)  # another version may have written the call
         yield Covered(call, found, max(1, call.count.calls), times[call.key])
 
 

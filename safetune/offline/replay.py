@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
 
 from safetune.config import config_digest
+from safetune.errors import NothingToMeasure, TargetError, from_signal_handler
 from safetune.frozen import dataclass
 from safetune.inputs import call_description
 from safetune.inputs.workload import Workload
 from safetune.keys.tuning_key import describe_call
-from safetune.offline import plan
+from safetune.messages import one_line
+from safetune.offline import imports, plan
 from safetune.offline.plan import Sketch
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels
 from safetune.outcome import Mark
@@ -30,7 +28,12 @@ class LeftOut:
     """A recorded call that is not tuned, and why."""
 
     call: RecordedCall
-    reason: str
+    reason: str  # on one line
+
+    @classmethod
+    def because(cls, call: RecordedCall, reason: object) -> LeftOut:
+        """Leave a call out."""
+        return cls(call, one_line(str(reason)))
 
     @property
     def words(self) -> str:
@@ -58,15 +61,16 @@ def sort_out(
         zeros: also tune calls with integers of which nothing is recorded, filled with zeros.
     """
     found: list[Rebuildable] = []
+    modules = functools.cache(_kernels_in)
     for call in calls:
         try:
-            kernel = _kernel_of(call, kernels or _imported(call))
+            kernel = _kernel_of(call, kernels or _imported(call, modules))
             _check(call, kernel, zeros)
             found.append((call, kernel))
         except _NotHere as error:
-            left_out.append(LeftOut(call, str(error)))
+            left_out.append(LeftOut.because(call, error))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            left_out.append(LeftOut(call, f"its record cannot be read: {error!r}"))
+            left_out.append(LeftOut.because(call, f"its record cannot be read: {error!r}"))
     return found
 
 
@@ -80,11 +84,36 @@ def sketches(
             yield plan.sketch(make(), make, force)
         except torch.OutOfMemoryError as error:
             reason = f"there is not enough memory for its tensors: {error}"
-            left_out.append(LeftOut(call, reason))
+            left_out.append(LeftOut.because(call, reason))
+        except (_NotHere, NothingToMeasure) as error:
+            left_out.append(LeftOut.because(call, error))
+
+
+def shapes(found: Iterable[Rebuildable], left_out: list[LeftOut]) -> list[Task]:
+    """Return the tasks of calls, with tensors that have no memory."""
+    tasks = []
+    for call, kernel in found:
+        try:
+            tasks.append(_task(call, kernel, "meta"))
+        except _NotHere as error:
+            left_out.append(LeftOut.because(call, error))
+    return tasks
 
 
 def _task(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
-    """Make a call's tensors on a device and return the task to tune."""
+    """Make a call's tensors on a device and return the task to tune; raises `_NotHere`."""
+    try:
+        return _rebuilt(call, kernel, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # another version, or another program, may have written the record
+        if from_signal_handler(error):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise _NotHere(f"it cannot be made again from its record ({reason})") from error
+
+
+def _rebuilt(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
     data, tuner = call.arguments, kernel.tuner
     made = tuner.hooks.inputs is not None
     args, kwargs = call_description.rebuild(data, device, filled=not made)
@@ -104,34 +133,32 @@ def _task(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
     )
 
 
-def shapes_of(call: RecordedCall, kernel: OfflineKernel) -> Task:
-    """Return the task of a call, with tensors that have no memory."""
-    return _task(call, kernel, "meta")
-
-
-class _NotHere(Exception):
+class _NotHere(TargetError):
     """Why a call is left out."""
 
 
-def _imported(call: RecordedCall) -> list[OfflineKernel]:
+def _imported(
+    call: RecordedCall, modules: Callable[[str], list[OfflineKernel] | str]
+) -> list[OfflineKernel]:
     module = call.place.partition(":")[0]
     if module == "__main__":
         raise _NotHere("its kernel is defined in a script: name the script as TARGET")
-    here = os.getcwd()
-    # Only for what is there: another folder here may have the name of a library that is looked for.
-    if here not in sys.path and PathFinder.find_spec(module.partition(".")[0], [here]):
-        sys.path.insert(0, here)
+    found = modules(module)
+    if isinstance(found, str):
+        raise _NotHere(f"{module} cannot be imported ({found}): name its file as TARGET")
+    return found
+
+
+def _kernels_in(module: str) -> list[OfflineKernel] | str:
+    """Return the kernels of a module, or why it cannot be imported."""
     try:
-        return find_kernels(vars(importlib.import_module(module)))
+        return find_kernels(vars(imports.import_named(module)))
     except (Exception, SystemExit) as error:
         cause: BaseException = error
         # A library's own message may leave the cause out. An error can be its own cause.
         while (inner := cause.__cause__) is not None and inner is not cause:
             cause = inner
-        reason = f"{type(cause).__name__}: {cause}"
-        raise _NotHere(
-            f"{module} cannot be imported ({reason}): name its file as TARGET"
-        ) from error
+        return f"{type(cause).__name__}: {cause}"
 
 
 def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineKernel:

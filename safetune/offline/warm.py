@@ -168,10 +168,10 @@ def preload(*kernels: Any, dtypes: Sequence[str] = ()) -> int:
     calls = [task for kernel in found for task in declared(kernel, dtypes)]
     of_these = {kernel.name for kernel in found}
     recorded = [call for call in lookup.store.calls() if call.name in of_these]
-    calls += [
-        replay.shapes_of(*each)
-        for each in replay.sort_out(recorded, found, zeros=True, left_out=[])
-    ]
+    unreadable: list[replay.LeftOut] = []
+    calls += replay.shapes(replay.sort_out(recorded, found, zeros=True, left_out=[]), unreadable)
+    for each in unreadable:
+        logger.warning("%s is not loaded: %s", each.words, each.reason)
     loaded = set()
     for task in calls:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from safetune.frozen import dataclass
 from safetune.outcome import Mark, Outcome
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from safetune.keys.tuning_key import TuningKey
 
 
@@ -101,6 +104,13 @@ class CallCount:
         return self.timed_ms / self.timed if self.timed else None
 
 
+def _is_count(found: object) -> TypeGuard[list[Any]]:
+    """Whether it has the numbers of a count: another program may have written it."""
+    if not (isinstance(found, list) and 1 <= len(found) <= 3):
+        return False
+    return all(type(each) in (int, float) and abs(each) < math.inf for each in found)
+
+
 @dataclass(frozen=True)
 class RecordedCall:
     """A launch of a recorded run, described so that it can be tuned offline."""
@@ -116,7 +126,7 @@ class RecordedCall:
     def count(self) -> CallCount:
         """How often it was made; 0 where it was not counted, as under torch.compile."""
         found = self.arguments.get("count")
-        return CallCount(self.key, *found) if isinstance(found, list) else CallCount(self.key, 0)
+        return CallCount(self.key, *found) if _is_count(found) else CallCount(self.key, 0)
 
     def counted(self, count: CallCount) -> RecordedCall:
         """Return this call with another count."""

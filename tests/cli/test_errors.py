@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,19 @@ class TestTarget:
             f"Error: TARGET {name!r} is not a .py file, a directory or a module; give "
             "package.module[:kernel], file.py[:kernel] or a directory"
         )
+
+    def test_the_working_directory_is_searched_for_what_is_there_only(
+        self, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Regression: a folder there was imported in place of the library of its name, later."""
+        monkeypatch.chdir(tmp_path)
+        assert "has no kernel 'other'" in safetune.error(
+            "tune", "safetune.kernels.layer_norm:other"
+        )
+        assert str(tmp_path) not in sys.path
+
+        (tmp_path / "mine.py").write_text(KERNEL)
+        assert "no workload is declared for add_one in mine" in safetune.error("tune", "mine")
 
     def test_a_directory_without_a_workload(self, safetune: Any, tmp_path: Path) -> None:
         (tmp_path / "plain.py").write_text("import safetune\n")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from safetune.offline import replay
+from safetune.store.local import rows
 from safetune.store.local.store import Store
 from safetune.store.records import RecordedCall
 
@@ -152,6 +154,57 @@ def test_a_call_is_left_out_with_the_first_cause_of_a_failed_import(
             "name its file as TARGET",
         )
     ]
+
+
+def test_a_module_that_cannot_be_imported_is_tried_once_and_named_on_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was imported again for each of its calls, which may take seconds each."""
+    text = "open('imports', 'a').write('x')\nraise RuntimeError('first\\nsecond')"
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    calls = [RecordedCall(key, "kernel", "broken:kernel", {}, created=0.0) for key in "ab"]
+    left_out: list[replay.LeftOut] = []
+
+    assert replay.sort_out(calls, [], False, left_out) == []
+
+    assert {left.reason for left in left_out} == {
+        "broken cannot be imported (RuntimeError: first second): name its file as TARGET"
+    }
+    assert (tmp_path / "imports").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("grids", None), ("kwargs", 7), ("args", []), ("declared", []), ("count", ["many"])],
+)
+def test_a_record_that_cannot_be_read_leaves_out_only_its_own_call(
+    safetune: Any,
+    recorded: None,
+    targets: Path,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: Any,
+) -> None:
+    """Regression: one that another version had written ended the sweep, and `coverage`."""
+    store = Store.open(cache_dir)
+    one = next(call for call in store.calls() if call.name == "scale")
+    written = replace(one, arguments={**one.arguments, name: value})
+    with store.connection.transaction() as connection:
+        rows.CALL.upsert(connection, rows.CALL.seal(vars(written)))
+    store.close()
+
+    monkeypatch.chdir(targets)
+    data = safetune.json("tune", "--recorded", "--dry-run")
+
+    left_out = [each["reason"] for each in data["left_out"] if each["call"].startswith("scale ")]
+    if name in ("declared", "count"):
+        assert left_out == []
+    else:
+        assert len(left_out) == 1
+        assert "scale" in {each["kernel"] for each in data["tunings"]}
+    assert len(safetune.json("coverage")["calls"]) == len(data["tunings"]) + len(data["left_out"])
 
 
 @pytest.mark.full
