@@ -251,12 +251,12 @@ class Cuda:
         self.memory(torch.cuda.current_device())
 
     def _side_stream(self, index: int) -> int:
-        """Return a stream of the current context, the same one for each device.
+        """Return a stream of a device, always the same one.
 
         The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
         """
         if index not in self._side_streams:
-            self._side_streams[index] = self._driver.stream()
+            self._side_streams[index] = self._driver.stream(index)
         return self._side_streams[index]
 
 

@@ -128,7 +128,9 @@ class Driver:
 
     def call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
         """Call the driver and return its error, 0 or one of `known`; others are raised."""
-        error = int(getattr(self._library, function)(*map(_wide, arguments)))
+        if (asked := getattr(self._library, function, None)) is None:
+            raise DriverError(function, "nothing, as this driver does not have it")
+        error = int(asked(*map(_wide, arguments)))
         if error and error not in known:
             kind = LacksMemory if error == _OUT_OF_MEMORY else DriverError
             text = ctypes.c_char_p()
@@ -147,13 +149,8 @@ class Driver:
         """Return what Triton's driver tells of a device, without a context on it."""
         major, minor = (self.attribute(a, index) for a in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
         shared = _OVERSIZED_SHARED_MEMORY if (major, minor) == (10, 7) else _SHARED_MEMORY
-        return Description(
-            "cuda",
-            self.device_name(index),
-            10 * major + minor,
-            self.attribute(_SM_COUNT, index),
-            self.attribute(shared, index),
-        )
+        name, count = self.device_name(index), self.attribute(_SM_COUNT, index)
+        return Description("cuda", name, 10 * major + minor, count, self.attribute(shared, index))
 
     def device_count(self) -> int:
         """Return the number of devices of this process; initialises the driver."""
@@ -319,9 +316,10 @@ class Driver:
 
     # Streams and events
 
-    def stream(self) -> int:
-        """Return a new stream, which does not wait for the default one."""
-        return self._made("cuStreamCreate", ctypes.c_void_p, _NON_BLOCKING)
+    def stream(self, index: int) -> int:
+        """Return a new stream of a device, which does not wait for the default one."""
+        with self.on(index):  # this thread may not have a context yet
+            return self._made("cuStreamCreate", ctypes.c_void_p, _NON_BLOCKING)
 
     def wait(self, stream: int) -> None:
         """Wait for all that is queued on a stream."""
