@@ -14,8 +14,9 @@ from safetune.launch.timing import Launch, Sample, Timer
 
 #: What Triton's own benchmarks overwrite: several times the largest L2 cache.
 _FLUSHED_BYTES = 256 << 20
-#: How often it is flushed at most before one launch, on a host that is slow or busy.
-_MOST_FLUSHES = 8
+#: How often it is flushed at most before one launch, on a host that is slow or busy, and after how
+#: many launches that were in time it is flushed half as often again.
+_MOST_FLUSHES, _IN_TIME = 8, 16
 
 
 class DeviceTimer(Timer):
@@ -32,16 +33,17 @@ class DeviceTimer(Timer):
         self._events: list[int] = []
         self._driver = where.driver
         self._flushed = where.allocate(_FLUSHED_BYTES)
+        self._flushes, self._in_time = 1, 0
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[Sample]:
         """Return the times of `count` launches."""
-        driver, waited, flushes = self._driver, list[float](), 1
+        driver, waited = self._driver, list[float]()
         while len(self._events) < 2 * count:
             self._events.append(driver.event())
         pairs = list(zip(self._events[:count], self._events[count : 2 * count], strict=True))
         for start, end in pairs:
             before()
-            for _ in range(flushes):
+            for _ in range(self._flushes):
                 driver.fill(self._flushed.address, 0, _FLUSHED_BYTES // 4, width=4)
             began = self._clock()
             driver.record(start)
@@ -50,12 +52,19 @@ class DeviceTimer(Timer):
             queued = self._clock()
             is_late = driver.has_happened(start)
             waited.append(1e3 * (queued - began) if is_late else 0.0)
-            if is_late:  # the next launch gets more time to be queued
-                flushes = min(2 * flushes, _MOST_FLUSHES)
+            self._give_time(is_late)
             after()
         driver.synchronize()
         times = [driver.elapsed_ms(start, end) for start, end in pairs]
         return [*map(Sample, times, waited)]
+
+    def _give_time(self, more: bool) -> None:
+        """Set how long the device is busy before the next launch, which is queued meanwhile."""
+        self._in_time = 0 if more else self._in_time + 1
+        if more:
+            self._flushes = min(2 * self._flushes, _MOST_FLUSHES)
+        elif self._in_time % _IN_TIME == 0:
+            self._flushes = max(1, self._flushes // 2)
 
     def synchronize(self) -> None:
         """Wait until every launch is done; raises what a launch has done to the context."""

@@ -83,5 +83,8 @@ def test_a_stall_gives_no_config_up(host: Callable[..., Host]) -> None:
 
 def test_a_host_that_is_always_slow_gets_more_time(host: Callable[..., Host]) -> None:
     """Else each launch of a small kernel took as long as Python takes for it."""
-    *_, last = host(lambda number: 0.4).samples(4)
-    assert last == (pytest.approx(KERNEL_MS), 0.0)
+    slow = host(lambda number: 0.3)
+    assert [sample.waited_ms > 0 for sample in slow.samples(4)] == [True, True, False, False]
+    in_time = slow.samples(14)
+    assert in_time == [(pytest.approx(KERNEL_MS), 0.0)] * 14, "the next config's, too"
+    assert [sample.waited_ms > 0 for sample in slow.samples(3)] == [True, False, False]
