@@ -47,8 +47,11 @@ WRONG = (
     ("flag-gems", "flag", r"max_kernel.*UPCAST", "made of the sizes in the key"),
     ("flag-gems", "flag", r"arange_kernel.*IS_FLOAT", "told by a dtype of the key"),
     ("flag-gems", "in-place", r"_cambricon.*triu_kernel", "a second launch gives the same"),
+    ("flag-gems", "flag", r"instance_norm_back.*HAS_WEIGHT", "told by the dtypes: weight is None"),
+    ("fla-core", "flag", r"addcmul_bwd_kernel1.*use_xg", "told by the dtypes: ixg is None"),
     ("sglang", "flag", r"STORE_KG", "told by a dtype of the key"),
-    ("sglang", "flag", r"HAS_TOPK_LENGTH ", "the same"),
+    ("sglang", "flag", r"HAS_TOPK_LENGTH", "the same: a tensor of floats is in its place"),
+    ("sglang", "size", r"topk_rounded", "the kernel has no tl.dot; a comment has dot("),
 )
 
 #: Known mistakes, as (library, rule, kernel, name, where it was reported).

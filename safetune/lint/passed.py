@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from safetune.frozen import dataclass
@@ -12,6 +12,7 @@ from safetune.keys.launch_usage import bindings, followed, sizes_in, texts_of
 from safetune.keys.launches import Launch, Scopes
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import FunctionNode, children, last_name, parameters, walk
+from safetune.lint import absent
 from safetune.lint.frames import arguments, defaults
 
 #: Attributes of a tensor that Triton's key has, or that a process has one of.
@@ -27,9 +28,6 @@ _LENGTH = re.compile(  # of what is unpacked from a shape
     r"^(?:[BLMST]|[NT][TQKS]|N_CTX)$|seq|len|token|rows?$|batch", re.IGNORECASE
 )
 _SURE_LENGTH = re.compile(r"^(?:[BT]|N_CTX)$|seq_?len|length|tokens?$|rows?$|^batch", re.IGNORECASE)
-
-#: Names of tensors of integers.
-INTEGERS = re.compile(r"idx|index|indices|offset|seq_?len|length|table|slot|count", re.IGNORECASE)
 
 #: Calls whose result has few values.
 _FEW = frozenset({"bit_length", "bool", "get", "log2", "min", "next_power_of_2"})
@@ -102,6 +100,12 @@ class Passed:
             boolean = name in self._tested or constants <= {"True", "False"}
             return Difference(boolean, f"{' and '.join(sorted(constants))} by different launches")
         return None
+
+    def is_told(self, name: str, tensors: Collection[str]) -> bool:
+        """Whether an argument is None by the test that decides a flag, as `absent` says."""
+        return absent.is_told(
+            ((launch, g) for launch, g, _ in self._passed_for(name)), name, tensors
+        )
 
     def length(self, name: str) -> str:
         """Return the length that launches pass for a parameter, or "": it has many values."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from safetune.frozen import dataclass
-from safetune.keys.effects import accesses_of
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, NameReport, report_of
 from safetune.keys.source_text import parameters, walk
+from safetune.lint.absent import INTEGERS
 from safetune.lint.frames import arguments
-from safetune.lint.passed import INTEGERS, Passed
+from safetune.lint.passed import Passed
 from safetune.lint.repeats import same_again
 from safetune.lint.tiles import SMALLEST, least_shared_memory, looped_tiles
 from safetune.lint.tuners import Tuner
@@ -86,12 +86,12 @@ def _found(tuner: Tuner) -> _Found:
     if key is not None:
         report = report_of(facts, key, PhantomPolicy.DROP)
         yield from _key_names(tuner, report, passed)
-        if key.names is not None:
+        if key.names is not None and not tuner.is_single:
             missing = [name for name in report.missing if name not in lengths]
             yield from _missing(tuner, report, missing, passed)
     for name, message in lengths.items():
         yield "length", _parameter(tuner, name), message
-    if not tuner.is_safetunes:
+    if not (tuner.is_safetunes or tuner.is_single):
         yield from _in_place(tuner, passed)
     yield from _twice(tuner)
     yield from _too_large(tuner)
@@ -100,6 +100,8 @@ def _found(tuner: Tuner) -> _Found:
 def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
     for name in report.names:
         if name.kind is NameKind.READ or name.reason.endswith("kept by keep="):
+            continue
+        if name.kind is NameKind.BUCKET and tuner.is_single:
             continue
         if _stands_for_a_tensor(tuner, name) or _is_dtype_of_descriptors(tuner, name.name, passed):
             continue
@@ -114,8 +116,7 @@ def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
     made = re.search(r"(\w+), which the key lacks", report.reason)
     if report.kind is not NameKind.STAND_IN or made is None:
         return False
-    accesses = accesses_of(tuner.kernel)
-    return made[1] in accesses.loaded | accesses.stored
+    return made[1] in tuner.accesses.loaded | tuner.accesses.stored
 
 
 def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
@@ -150,6 +151,7 @@ def _missing(tuner: Tuner, report: KeyReport, missing: Sequence[str], passed: Pa
     # tensor is there, and whether it is one of integers or of numbers.
     optional = {each.optional for each in found.values() if each and each.optional}
     integers = {name for name in optional if INTEGERS.search(name)}
+    tensors = tuner.accesses.loaded | tuner.accesses.stored if any(found.values()) else ()
     for name, difference in found.items():
         if difference is None:
             continue
@@ -157,6 +159,8 @@ def _missing(tuner: Tuner, report: KeyReport, missing: Sequence[str], passed: Pa
         if difference.optional and len(alike) < 2:
             continue
         rule = "flag" if difference.boolean else "constexpr"
+        if rule == "flag" and not difference.optional and passed.is_told(name, tensors):
+            continue
         message = (
             f"{rule} {name} is read and not in the key, and launches pass {difference.text}: calls "
             f"that differ in it share one config; add {name} to the key"
@@ -182,7 +186,7 @@ def _in_place(tuner: Tuner, passed: Passed) -> _Found:
     if any(config.pre_hook is not None for config in tuner.written):
         return
     handled = {*restored, *zeroed}
-    accesses = accesses_of(tuner.kernel)
+    accesses = tuner.accesses
     found = {name: f"the kernel {how}" for name, how in accesses.updated.items()}
     same = [*passed.same(accesses.loaded, accesses.stored)]
     for stored, loaded, location in same if same and not same_again(tuner.function) else ():

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from safetune import forks
 from safetune.frozen import dataclass
+from safetune.keys.effects import Accesses, accesses_of
 from safetune.keys.key_names import KernelFacts
 from safetune.keys.source_text import children, dotted, last_name, walk
 from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, WrittenLayer
@@ -49,6 +51,16 @@ class Tuner:
         """Whether safetune's own decorator is written."""
         owner = dotted(self.decorator.func)
         return "safetune" in owner or getattr(self.frame.get(owner), "__name__", "") == "safetune"
+
+    @forks.cached_property
+    def accesses(self) -> Accesses:
+        """The parameters that the kernel loads from and stores to."""
+        return accesses_of(self.kernel)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one config: it is launched as it is, and nothing is timed."""
+        return self.configs.complete and len(self.configs) == 1
 
     @property
     def written(self) -> list[WrittenConfig]:

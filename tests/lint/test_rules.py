@@ -246,6 +246,46 @@ def test_the_dtypes_of_the_key_tell_one_optional_argument_and_not_two(lint: Lint
     assert rules(lint(heuristic)) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "HAS_BIAS", "found"),
+    [
+        ("bias = x.sum(0) if scaled else None", "scaled", []),
+        ("bias = None if not scaled else x.sum(0)", "scaled", []),
+        ("HAS = bias is not None; bias = x.sum(0) if HAS else None", "HAS", []),
+        ("if scaled: bias = x\n    else: bias = None", "scaled", []),
+        ("if bias is not None: HAS = True\n    else: HAS = False", "HAS", []),
+        ("bias = x.sum(0) if dropout else None", "scaled", ["flag"]),
+        ("if scaled: bias = x\n    else: bias = y", "scaled", ["flag"]),
+        ("bias = x if scaled else None; y = y if dropout else None", "scaled", ["flag"]),
+        ("bias = x if scaled else None; y = None", "scaled", ["flag"]),
+    ],
+)
+def test_a_flag_that_decides_of_one_tensor_if_it_is_none_is_told_by_the_dtypes(
+    lint: Lint, before: str, HAS_BIAS: str, found: list[str]
+) -> None:
+    text = FLAG.format(SCALED="False", HAS_BIAS=HAS_BIAS)
+    assert rules(lint(text.replace("    kernel[(1,)]", f"    {before}\n    kernel[(1,)]"))) == found
+
+
+def test_a_second_tensor_that_may_be_none_hides_the_first_unless_it_is_of_integers(
+    lint: Lint,
+) -> None:
+    made = "    bias = x.sum(0) if scaled else None\n    kernel[(1,)]"
+    text = FLAG.format(SCALED="False", HAS_BIAS="scaled").replace("    kernel[(1,)]", made)
+    assert rules(lint(text.replace("(x, y, bias=", "(x, y=None, bias="))) == ["flag"]
+    lengths = text.replace("(x, y, bias=", "(x, lengths: torch.Tensor | None, bias=")
+    assert rules(lint(lengths.replace("(x, y, bias, x", "(x, lengths, bias, x"))) == []
+
+
+def test_a_list_of_one_config_is_not_timed(lint: Lint) -> None:
+    text = FLAG.format(SCALED="scaled", HAS_BIAS="False")
+    one = text.replace("CONFIGS", '[triton.Config({"BLOCK": width}) for width in [64]]')
+    assert (rules(lint(text)), rules(lint(one))) == (["flag"], [])
+    changed = IN_PLACE.format(options="", body="add(x + columns + N, 1)", arguments="x, y")
+    assert rules(lint(changed)) == ["in-place"]
+    assert rules(lint(changed.replace("CONFIGS", '[triton.Config({"BLOCK": 64})]'))) == []
+
+
 IN_PLACE = """
 @triton.jit
 def add(pointer, value):
