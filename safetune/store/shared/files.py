@@ -67,6 +67,10 @@ class RecordFiles(ABC):
         """Return the location: no parameter or variable changes which store it is."""
         return self.location
 
+    @property
+    def is_connected(self) -> bool:
+        return False
+
     def names(self, namespace: str) -> set[Name]:
         with self._failures("read"):
             return set(self._listing(namespace, None))

@@ -5,10 +5,9 @@ minute. When they are spent, and whenever the store fails, the layer is off for 
 goes on with the local store alone, and one warning says so. A choice that could not be published is
 in the local store, and is published by the next process, or by the next refresh of this one.
 
-A store that says that it cannot answer now, as a server whose connections are all in use, is there:
-it is asked again, as another node that tunes would be. The caller of `claim` does that, which has
-other processes to wait for, too; a choice that was measured waits here to be published. After
-`SAFETUNE_WAIT` seconds without another answer the layer is off as above.
+A server that says that it cannot answer now, or that has let this process in and is slow, is there:
+it is asked again. The caller of `claim` does that, which has other processes to wait for, too; a
+choice waits here to be published. After `SAFETUNE_WAIT` seconds of that the layer is off as above.
 
 Where a store has more choices than can be pulled in that time, the thread pulls the rest in slices
 while the run goes on; until it has all, a missing choice is looked up by its key. A process that
@@ -135,16 +134,17 @@ class SharedLayer:
             wait_s: how long the store may say that it cannot answer now.
         """
         self._backend = backend
-        self._origin = backend.identity
+        self._name, self._origin = f"the shared store {backend.location}", backend.identity
         self._writes = writes
         self._local = local
         self._batch = batch
         self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
         self._budget = Budget(clock, BUDGET_S if budget_s is None else budget_s, RETRY_S)
-        self._look_budget = Budget(clock, BUDGET_S, RETRY_S)
+        self._look = Budget(clock, BUDGET_S, RETRY_S).spend
         self._wait_s = wait_s
         self._put_off = PutOff(2 * RETRY_S)
+        self._is_there = False
         self._off_until = self._unwritable_until = 0.0
         self._warned: set[str] = set()
         self._refreshed: dict[str, float] = {}
@@ -155,7 +155,7 @@ class SharedLayer:
     @property
     def is_on(self) -> bool:
         """Whether the store is used now."""
-        return self._clock() >= self._off_until and not self._thread.is_stuck
+        return self._clock() >= self._off_until and (self._is_there or not self._thread.is_stuck)
 
     @property
     def _may_write(self) -> bool:
@@ -181,21 +181,21 @@ class SharedLayer:
             self._go_on(space, self._pull(space, oldest, seconds), seconds)
             return True
 
-        if self._look(pull, otherwise=True) is None:
+        if self._patiently(pull, True, self._look(), self._look) is None:
             self._refreshed.pop(space)
 
     def choice(self, space: str, key: str, declared: str) -> ChoiceRecord | None:
         """Return a choice that the local store could not keep, or that is not pulled yet."""
         stored = self._unkept.get((key, declared))
         if stored is None and space in self._partial:
-            stored = self._look(lambda: self._get(space, key, declared), None)
+            get = functools.partial(self._get, space, key, declared)
+            stored = self._patiently(get, None, self._look(), self._look)
         return stored.choice if stored else None
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
         """Ask for the right to tune a key, which every node has where the store does not answer.
 
-        Looks once more for the choice of another node. Asks once: the claim says where it is to be
-        made again.
+        Looks once more for the choice of another node. The claim says where it is to be made again.
         """
         try:
             return self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
@@ -219,7 +219,7 @@ class SharedLayer:
         deliver = functools.partial(self._deliver, space, [stored])
         found = self._patiently(deliver, [stored], wait_s, waited.add)
         if found is None:
-            self._stop(f"the shared store {self._backend.location} puts off a choice's record")
+            self._stop(f"{self._name} has not taken a choice for {wait_s:.0f} s")
         return found[0] if found else stored
 
     def flush(self) -> None:
@@ -239,11 +239,6 @@ class SharedLayer:
                 if self._unkept.get(name) is written:
                     self._unkept.pop(name, None)  # the thread may write them, too
 
-    def _look(self, work: Callable[[], Result], otherwise: Result) -> Result | None:
-        """As `_patiently`, for as long as lookups may wait."""
-        spend = self._look_budget.spend
-        return self._patiently(work, otherwise, spend(), spend)
-
     def _patiently(
         self,
         work: Callable[[], Result],
@@ -251,16 +246,15 @@ class SharedLayer:
         for_s: float,
         count: Callable[[float], object],
     ) -> Result | None:
-        """As `_call`, and ask again for `for_s` seconds, which are counted; then return None."""
+        """As `_call`, again for `for_s` seconds, which are counted; then return None."""
         begin = self._clock()
         for _ in tries(for_s, *_LATER_S, self._clock):
             try:
                 return self._call(work, otherwise)
             except TryLater as error:
                 logger.info("%s; asking again", error)
-                now = self._clock()
-                count(now - begin)
-                begin = now
+                count(self._clock() - begin)
+                begin = self._clock()
         return None
 
     def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
@@ -275,7 +269,7 @@ class SharedLayer:
             self._budget.refill()
         begin, found = self._clock(), otherwise
         try:
-            found = self._thread.call(lambda: self._run(work), self._budget.spend())
+            found = self._answer(work)
         except TryLater as error:
             if self._put_off.seconds(begin) < self._wait_s:
                 raise
@@ -283,13 +277,22 @@ class SharedLayer:
             return found
         except Unwritable as error:
             self._stop_writing(error)
-        except TimedOut:
-            self._stop(f"the shared store {self._backend.location} does not answer in time")
         except StoreError as error:
             self._stop(str(error))
         self._budget.spend(self._clock() - begin)
         self._put_off.end()
         return found
+
+    def _answer(self, work: Callable[[], Result]) -> Result:
+        """Have the thread do some work; a server that has let it in may be asked again."""
+        slow = f"{self._name} does not answer in time"
+        if self._thread.is_stuck:
+            raise TryLater(slow)
+        try:
+            return self._thread.call(lambda: self._run(work), self._budget.spend())
+        except TimedOut:
+            self._is_there = self._backend.is_connected
+            raise (TryLater if self._is_there else StoreError)(slow) from None
 
     def _run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the thread; any failure of a back end becomes a `StoreError`."""
@@ -298,9 +301,7 @@ class SharedLayer:
         except StoreError:
             raise
         except Exception as error:
-            raise StoreError(
-                f"the shared store {self._backend.location} failed: {error!r}"
-            ) from error
+            raise StoreError(f"{self._name} failed: {error!r}") from error
         finally:
             self._backend.close()
 

@@ -185,6 +185,10 @@ class Postgres:
         named = [found.get(name) for name in ("service", "host", "hostaddr", "port", "dbname")]
         return f"{self.location} {encoding.digest(named)}"
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
     def names(self, namespace: str) -> set[Name]:
         return {Name(*row) for row in self._rows(_NAMES, namespace)}
 

@@ -155,6 +155,10 @@ class SharedStore(Protocol):
     def identity(self) -> str:
         """Return a text that no other store has; without a password."""
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has let this process in, and so is there, however long it takes to answer."""
+
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace."""
 

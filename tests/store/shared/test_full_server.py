@@ -16,7 +16,7 @@ import pytest
 
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
-from safetune.errors import StoreError  # noqa: E402
+from safetune.errors import SafetuneWarning, StoreError  # noqa: E402
 from safetune.store.local.locks import try_lock  # noqa: E402
 from safetune.store.lookup import GuardedStore  # noqa: E402
 from safetune.store.shared import once_per_node  # noqa: E402
@@ -56,7 +56,7 @@ def said(work: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = work()
-    return found, [str(each.message) for each in caught]
+    return found, [str(e.message) for e in caught if issubclass(e.category, SafetuneWarning)]
 
 
 def test_a_claim_on_a_full_server_is_to_be_made_again(full: Full, layer: SharedLayer) -> None:
@@ -125,6 +125,38 @@ def test_a_server_that_is_full_for_too_long_costs_one_warning(
     claimed, warned = said(claim)
     assert isinstance(claimed.lease, NoLease)
     assert (full.refused, warned) == (refused + 1, [])
+
+
+@pytest.mark.parametrize("what", ["claim", "publish"])
+def test_a_server_that_lets_a_node_in_and_is_slow_is_waited_for(
+    database: str, local: GuardedStore, what: str
+) -> None:
+    """As a full pooler does, which queues what it is asked; here a lock does.
+
+    Regression: after two seconds the node tuned alone, or launched what it had not published.
+    """
+    open_shared(database).publish(SPACE, [stored(0, 128)])
+    layer = SharedLayer(open_shared(database), local.connection)
+    late: list[Any] = []
+
+    def claimed() -> Any:
+        while (claim := layer.claim(SPACE, key(1).digest, LIST, force=False)).later:
+            late.append(claim)
+        return claim.lease
+
+    def published() -> Any:
+        return layer.publish(SPACE, stored(0, 64))
+
+    asked = "SELECT count(DISTINCT pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    with ThreadPoolExecutor(1) as pool, psycopg.connect(database) as other:
+        other.execute("LOCK TABLE safetune.lease, safetune.choice IN ACCESS EXCLUSIVE MODE")
+        found = pool.submit(said, claimed if what == "claim" else published)
+        while not found.done() and not (late or layer._thread.is_stuck):
+            other.execute(asked).fetchone()
+        other.commit()
+        answer, warned = found.result()
+    assert warned == []
+    assert answer == stored(0, 128) if what == "publish" else not isinstance(answer, NoLease)
 
 
 def test_a_dropped_connection_is_made_again_once(database: str) -> None:

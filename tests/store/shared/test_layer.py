@@ -243,7 +243,7 @@ class Dead:
         self.location, self.identity = store.location, store.identity
 
     def __getattr__(self, name: str) -> Any:
-        if name != "close":
+        if name not in ("close", "is_connected"):
             self._back.wait()
         return getattr(self._store, name)
 
@@ -257,7 +257,7 @@ class Slow:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
-        if name != "close":
+        if name not in ("close", "is_connected"):
             threading.Event().wait(0.6)
         return method
 
