@@ -235,6 +235,7 @@ def test_an_error_of_the_server_or_of_libpq_shows_no_password(url: str) -> None:
 
 def test_an_error_of_a_file_system_shows_no_password(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("fsspec.implementations.memory")
 
     class Telling(fsspec.implementations.memory.MemoryFileSystem):
         protocol = "telling"
@@ -260,6 +261,7 @@ def test_a_valid_record_stays_where_a_file_system_ignores_how_to_write(
 ) -> None:
     """As Azure's does: it takes `mode="create"` among its other arguments, and overwrites."""
     fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("fsspec.implementations.memory")
 
     class Overwriting(fsspec.implementations.memory.MemoryFileSystem):
         protocol = "overwriting"
