@@ -314,6 +314,29 @@ def test_the_time_of_an_exhaustive_sweep_is_that_of_all_parts_once_all_is_measur
     assert not any("wall" in name for name in few), "a trial run is not mistaken for all of it"
 
 
+def test_an_exhaustive_sweep_begins_anew_unless_rows_and_store_are_of_one(tmp_path: Path) -> None:
+    """After a change of the code, or on another machine: its time would not be that of all."""
+    sweep = importlib.import_module("fused_moe_exhaustive").Sweep("bfloat16", tmp_path, (), 0)
+    folder = tmp_path / "fused_moe_bf16"
+    of_another = EXHAUSTED_ROWS[-1]
+    rows = [of_another]
+    (folder / "store").mkdir(parents=True)
+    for name in ("store", "triton"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "of_other_code").touch()
+    sweep.prepare(rows)
+    assert sorted(path.name for path in folder.rglob("*")) == ["store"]
+    rows += EXHAUSTED_ROWS[:1]
+    (folder / "store" / "of_this_code").touch()
+    sweep.prepare(rows)
+    assert (folder / "store" / "of_this_code").exists()
+    assert rows == [of_another, EXHAUSTED_ROWS[0]]
+    (folder / "store" / "of_this_code").unlink()
+    (folder / "store").rmdir()
+    sweep.prepare(rows)
+    assert rows == [of_another]
+
+
 #: In the place of SGLang's kernel: a process that measures a config with a tile of 128 says so in
 #: a pipe, where there is one, and waits to be killed.
 WAITING_LIBRARY = """
