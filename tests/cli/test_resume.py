@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from safetune.store.local.store import Store
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
 
 DEADLINE_S = 90.0
 
@@ -67,3 +73,37 @@ def test_after_a_kill_it_goes_on_where_it_was(
     assert 48 not in again
     assert first["choice"]
     assert second["choice"]
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A directory that other users may enter, unlike those above `tmp_path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_a_database_that_can_only_be_read_is_found_before_anything_is_measured(
+    open_folder: Path, fresh_process: FreshProcess
+) -> None:
+    """Regression: a sweep measured all its configs, and could not store them then."""
+    folder = open_folder / "store"
+    Store.open(folder).close()
+    program = """
+import os
+from safetune.cli import stored
+from safetune.errors import StoreError
+from safetune.store.local import store
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    stored.check_writable()
+except StoreError as error:
+    print(error)
+"""
+    for path in (*folder.iterdir(), folder):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    done = fresh_process(program, env={"SAFETUNE_CACHE_DIR": str(folder)})
+    folder.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"cannot write to the store {folder}/safetune.db: ")
