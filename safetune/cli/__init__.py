@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from typing import Any
@@ -30,6 +31,7 @@ from safetune.cli.output import (
     describe,
     echo,
     forget_bad_width,
+    open_closed_streams,
     print_json,
     version_of,
     warnings_as_lines,
@@ -78,7 +80,8 @@ class _Group(click.Group):
 
 def _print_error(context: click.Context, error: Exception, message: str) -> None:
     if context.meta[_AS_JSON] and not context.meta.get(PRINTED):
-        print_json({"error": {"type": type(error).__name__, "message": message}})
+        with contextlib.suppress(OSError):  # the error may be that nothing can be printed
+            print_json({"error": {"type": type(error).__name__, "message": message}})
 
 
 def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -104,6 +107,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 )
 def main() -> None:
     """Tune Triton kernels in subprocesses and manage the stored choices."""
+    open_closed_streams()
     installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
     forget_bad_width()
 

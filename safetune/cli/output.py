@@ -163,6 +163,21 @@ def source_words(origin: str) -> str:
     return known.get(origin) or f"from {_DIGEST.sub('', origin)}"
 
 
+def open_closed_streams() -> None:
+    """Have the standard streams that the caller has closed lead nowhere.
+
+    Else a file or a pipe gets their numbers, and what is printed goes there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            if getattr(sys, name) is None:
+                mode = "w" if number else "r"
+                setattr(sys, name, open(opened, mode, closefd=False))  # noqa: SIM115 - it stays
+
+
 def forget_bad_width() -> None:
     """Unset $COLUMNS where it is not a width: at 0, as without a terminal, tables have no text."""
     text = os.environ.get("COLUMNS", "")

@@ -151,7 +151,9 @@ def check_writable() -> None:
     if directory is not None:
         store = Store.open(directory, settings.wait_s)
         with contextlib.closing(store), store.connection.transaction() as connection:
-            connection.execute("DELETE FROM trial WHERE 0")  # SQLite also begins where it only reads
+            connection.execute(
+                "DELETE FROM trial WHERE 0"
+            )  # SQLite also begins where it only reads
 
 
 def shared_directory(writes: bool = False) -> Directory | None:

@@ -112,6 +112,20 @@ def test_what_a_worker_prints_besides_its_events_is_a_message(
     assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
+def test_standard_streams_may_be_closed(start: Start, targets: Path, options: Any) -> None:
+    """Regression: without standard error, as under some schedulers, `tune` ended, and said nothing.
+
+    The workers of --devices ended, too.
+    """
+    words = ("tune", targets / "add.py", "--shape", "small", "--json", *options)
+    process = start(
+        *words, env={}, stdin=None, stdout=subprocess.PIPE, preexec_fn=lambda: os.closerange(2, 3)
+    )
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, json.loads(output)["measured"]) == (0, 4)
+
+
 @pytest.fixture
 def wrong_ones(tmp_path: Path) -> Path:
     """A folder of files with the names of libraries."""

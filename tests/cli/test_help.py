@@ -91,6 +91,16 @@ def test_an_error_after_the_json_does_not_add_to_it(
     assert "ZeroDivisionError" in result.stderr
 
 
+def test_a_full_disk_is_one_line_also_where_the_error_is_to_be_json(start: Any) -> None:
+    """Regression: the JSON of the error could not be printed either, which was a traceback."""
+    with open("/dev/full", "w") as full:
+        process = start("path", "--json", env={}, stdout=full, stderr=subprocess.PIPE)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert errors.startswith(b"Error: OSError: [Errno 28] No space left on device")
+    assert errors.count(b"\n") == 1
+
+
 def test_the_examples_are_copied_to_a_new_directory_only(safetune: Any, tmp_path: Path) -> None:
     there = tmp_path / "examples"
 
