@@ -14,9 +14,11 @@ from safetune.launch.timing import Launch, Sample, Timer
 
 #: What Triton's own benchmarks overwrite: several times the largest L2 cache.
 _FLUSHED_BYTES = 256 << 20
-#: How often it is flushed at most before one launch, on a host that is slow or busy, and after how
-#: many launches that were in time it is flushed half as often again.
+#: How often it is flushed at most before one launch, where Python takes long to launch, and after
+#: how many launches that were in time it is flushed half as often again.
 _MOST_FLUSHES, _IN_TIME = 8, 16
+#: A launch that takes this long was interrupted: to flush more often would not help the next ones.
+_STALL_S = 0.5e-3
 
 
 class DeviceTimer(Timer):
@@ -49,10 +51,11 @@ class DeviceTimer(Timer):
             driver.record(start)
             launch()
             driver.record(end)
-            queued = self._clock()
+            took = self._clock() - began
             is_late = driver.has_happened(start)
-            waited.append(1e3 * (queued - began) if is_late else 0.0)
-            self._give_time(is_late)
+            waited.append(1e3 * took if is_late else 0.0)
+            if not is_late or took < _STALL_S:
+                self._give_time(more=is_late)
             after()
         driver.synchronize()
         times = [driver.elapsed_ms(start, end) for start, end in pairs]

@@ -88,3 +88,9 @@ def test_a_host_that_is_always_slow_gets_more_time(host: Callable[..., Host]) ->
     in_time = slow.samples(14)
     assert in_time == [(pytest.approx(KERNEL_MS), 0.0)] * 14, "the next config's, too"
     assert [sample.waited_ms > 0 for sample in slow.samples(3)] == [True, False, False]
+
+
+def test_a_stall_does_not_make_the_next_launches_longer(host: Callable[..., Host]) -> None:
+    """Beside compilers on all cores, each launch would wait for eight flushes."""
+    stalled = host(lambda number: 5.0 if number == 0 else 0.15)
+    assert [sample.waited_ms > 0 for sample in stalled.samples(3)] == [True, True, False]
