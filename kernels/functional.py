@@ -36,7 +36,7 @@ from safetune.kernels.operands import (
     check_operands,
     check_options,
     check_tensors,
-    is_stored,
+    stored,
 )
 
 
@@ -90,7 +90,7 @@ def forward_rows(
     """
     check_operands(x, num_groups, {"residual": residual}, {"weight": weight, "bias": bias})
     check_device(x)
-    x, weight, bias, residual = _stored(x, weight, bias, residual)
+    x, weight, bias, residual = stored(x=x, weight=weight, bias=bias, residual=residual)
     options = (out_dtype, residual_dtype, is_rms_norm, num_groups, shape, joined)
     operands = (x, weight, bias, float(eps), residual, *options)
     few = are_few(x, num_groups)
@@ -166,7 +166,7 @@ def backward_rows(
     )
     check_device(x)
     rstd = _checked_statistics(mean, rstd, is_rms_norm)
-    operands = _stored(dy, x, weight, bias, mean, rstd, dres)
+    operands = stored(dy=dy, x=x, weight=weight, bias=bias, mean=mean, rstd=rstd, dres=dres)
     pinned = is_pinned(deterministic)
     if x.numel() and not recompute_output and are_few(x, num_groups):
         flags = (has_residual, is_rms_norm, x_dtype)
@@ -217,13 +217,3 @@ def _finalize(
     gradients, launch = finalize_launch(plan, *partials, weight, bias)
     run_launch(launch, pinned)
     return gradients, launch
-
-
-def _stored(*operands: Tensor | None) -> tuple[Any, ...]:
-    contiguous = torch.contiguous_format
-    return tuple(
-        [
-            each if each is None or is_stored(each) else each.clone(memory_format=contiguous)
-            for each in operands
-        ]
-    )

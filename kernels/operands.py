@@ -65,6 +65,33 @@ def is_stored(x: Tensor) -> bool:
     return x.is_contiguous() and not (x.is_neg() or x._is_zerotensor())
 
 
+def stored(**operands: Tensor | None) -> tuple[Any, ...]:
+    """Return the operands, each in memory: as it is, or a copy; see `is_stored`.
+
+    Raises:
+        InvalidOperand: the memory of an operand was freed. A kernel would read address 0, after
+            which nothing on the GPU works.
+    """
+    found = []
+    for name, each in operands.items():
+        if each is not None and not is_stored(each):
+            each = each.clone(memory_format=torch.contiguous_format)
+        elif each is not None and _is_freed(each):
+            raise InvalidOperand(
+                f"{name} has no memory now; FSDP frees that of a parameter outside of the forward "
+                "and backward pass of its module"
+            )
+        found.append(each)
+    return tuple(found)
+
+
+def _is_freed(x: Tensor) -> bool:
+    try:
+        return not x.data_ptr() and x.numel() > 0
+    except RuntimeError:  # one of torch.vmap's, which is refused where it is launched
+        return False
+
+
 def check_tensors(**operands: Any) -> None:
     """Raise `InvalidOperand` unless each operand is a tensor that has rows."""
     for name, operand in operands.items():

@@ -128,7 +128,7 @@ def launch(grid, a, k):
         )
         offsets = "".join(f"offset{i}, " for i in parts)
         device = "\n".join(f"        {line}" for line in _DEVICE)
-        every = " | ".join(f"p{i}" for i in self._tensors)
+        every, all_of = (sign.join(f"p{i}" for i in self._tensors) for sign in (" | ", " and "))
         return f"""
 def bind(grid, a, k, observers, owner, own_run, offsets):
     [{offsets}] = offsets
@@ -157,7 +157,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
         except RuntimeError:  # one of torch.vmap's
             return None
 {device}
-        if device != own_device or ({every}) & 15 or not ({self._still_known}):
+        if device != own_device or ({every}) & 15 or not ({all_of} and {self._still_known}):
             return None
         stream = own_driver.get_current_stream(device)
         state["best_config"] = config

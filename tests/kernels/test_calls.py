@@ -248,6 +248,18 @@ def test_one_gradient_of_both_outputs_is_known_too(
     assert bound.launched == before + 2 * (2 if most_few_rows else 3)
 
 
+def test_a_weight_whose_memory_was_freed_is_named(bound: Bound, random: Any) -> None:
+    """As by FSDP, outside of a module's passes; a kernel would read address 0."""
+    x, weight = random(4, 16), torch.nn.Parameter(random(16, grad=False))
+    y = rms_norm(x, weight, None)
+    memory = weight.untyped_storage()
+    memory.resize_(0)
+    bound.valid = False  # as a launch finds, which sees the addresses
+    for fails in (lambda: rms_norm(x, weight, None), lambda: y.sum().backward()):
+        with pytest.raises(InvalidOperand, match="weight has no memory now; FSDP frees"):
+            fails()
+
+
 def without_memory(values: Tensor) -> Tensor:
     return torch._efficientzerotensor(tuple(values.shape), device=values.device)
 

@@ -155,10 +155,13 @@ def test_it_launches_nothing_once_something_has_changed(
     assert len(machine.launches) == before
 
 
-def test_it_launches_nothing_on_an_address_that_is_not_aligned(
+def test_it_launches_nothing_on_an_address_that_is_0_or_not_aligned(
     machine: Machine, bound: Callable[..., Any]
 ) -> None:
     before = len(machine.launches)
     assert bound(X[1:], OUT) is None
     assert bound(X, OUT[1:]) is None
+    freed = torch.ones(64)
+    freed.untyped_storage().resize_(0)
+    assert bound(X, freed) is None
     assert len(machine.launches) == before
