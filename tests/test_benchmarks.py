@@ -479,7 +479,7 @@ def test_fleet_figures() -> None:
     """The waits are those of the ranks that finished; what was stored is the whole fleet's."""
     whole = {"part": "postgres", "finished": False, "keys": 4, "keys_with_one_choice": 4}
     whole |= {"tunings": 4, "seconds": 3.0, "ideal_seconds": 2.0, "stored_bytes": 10}
-    whole |= {"connections_at_once": 2}
+    whole |= {"connections_at_once": 2, "refused": 3}
     nodes = [
         {"part": "postgres", "finished": True, "waits_s": waits, "warnings": 0}
         | {"requests": 4, "bytes": 6000}
@@ -491,6 +491,7 @@ def test_fleet_figures() -> None:
     assert found["postgres_requests_per_tuning"] == 2.0
     assert found["postgres_kilobytes_per_tuning"] == 3.0
     assert found["postgres_connections_at_once"] == 2
+    assert found["postgres_connections_refused"] == 3
 
 
 ONE_DEVICE = {"devices": 1, "killed": False, "rate": 40.0, "wall_s": 30.0, "keys": 4, "tuned": 4}

@@ -23,6 +23,7 @@ from safetune.store.shared import once_per_node  # noqa: E402
 from safetune.store.shared.layer import RETRY_S, WAIT_S, SharedLayer, open_shared  # noqa: E402
 from safetune.store.shared.postgres import Postgres  # noqa: E402
 from safetune.store.shared.protocol import NoLease, TryLater  # noqa: E402
+from safetune.tuning import single_flight  # noqa: E402
 
 from .conftest import LIST, SPACE, Full, Proxy, choice, key, stored  # noqa: E402
 
@@ -84,6 +85,20 @@ def test_a_choice_waits_for_a_connection_to_be_published(full: Full, layer: Shar
         full.wait_for_refusals(12, unless=published.done)
         full.let_go()
         assert published.result() == (stored(0, 128), [])
+
+
+def test_a_lease_is_renewed_sooner_after_a_full_server_has_refused_that(full: Full) -> None:
+    """Regression: after three refusals it had expired, and another node tuned the key once more."""
+    ended = threading.Event()
+    with closing(Postgres(full.url, lease_s=12.0)) as store:
+        lease = store.lease("key", "node")
+    assert lease is not None
+    full.hold()
+    single_flight._start_heartbeat(lease, ended)
+    full.wait_for_refusals(3)
+    ended.set()
+    full.let_go()
+    assert lease.renew()
 
 
 def test_choices_are_looked_up_once_there_is_a_connection(
