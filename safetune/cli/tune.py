@@ -16,11 +16,19 @@ import click
 from safetune.cli import targets, workers
 from safetune.cli.command import ARGUMENTS, Number, command
 from safetune.cli.display import LOOK_S, Display, FleetDisplay, Teller, repeated
-from safetune.cli.output import echo, prints_to_stderr
+from safetune.cli.output import describe, echo, prints_to_stderr
 from safetune.cli.plan import print_plan
 from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
-from safetune.errors import Busy, NotExclusive, NoWorkingConfig, StoreError, TargetError
+from safetune.errors import (
+    Busy,
+    KernelNotTransferable,
+    NotExclusive,
+    NoWorkingConfig,
+    StoreError,
+    TargetError,
+    WorkloadError,
+)
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan, Planned, Sketch
@@ -101,11 +109,11 @@ def tune_command(**given: Any) -> None:
     devices = targets.devices_of(options.devices) if options.devices else {}
     tell = workers.printer() if options.worker else None
     report = Report(options.allow_disputed, options.everything, tell)
-    if elsewhere:
-        _tell_switched(switched)
-        _tune_elsewhere(options, devices, report)
-        sys.exit(report.print(options.as_json))
     try:
+        if elsewhere:
+            _tell_switched(switched)
+            _tune_elsewhere(options, devices, report)
+            sys.exit(report.print(options.as_json))
         with prints_to_stderr():
             sketches = _asked_for(options, report.left_out)
             _tell_switched(switched)
@@ -260,11 +268,13 @@ def _tune_elsewhere(
 
 
 def _tune_all(plan: Plan, options: SimpleNamespace, part: Part | None, report: Report) -> None:
+    from torch import OutOfMemoryError
+
     from safetune.offline.plan import Sweep
     from safetune.offline.tasks import help_with_task, tune_task
     from safetune.tuning.single_flight import WaitBudget
 
-    turns = _turns(plan, part, options.force, report)
+    turns, failed = _turns(plan, part, options.force, report), list[Exception]()
     sweep = Sweep(turns.own, plan.most_s)
     report.begin(plan)
     shared = part is not None and part.shard.workers > 1
@@ -292,9 +302,15 @@ def _tune_all(plan: Plan, options: SimpleNamespace, part: Part | None, report: R
                 report.left += 1
             except Busy:
                 busy = True
+            except (WorkloadError, KernelNotTransferable, TargetError, OutOfMemoryError) as error:
+                if not turn.helps:  # raised now, it would end every process of a sweep
+                    failed.append(error)
+                    echo(f"not tuned: {sketch.words}: {describe(error)}", err=True)
             display.end()
             if busy:
                 turns.put_back(turn)
+    if failed:
+        raise failed[0]
 
 
 def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[Planned]:

@@ -126,6 +126,27 @@ def test_standard_streams_may_be_closed(start: Start, targets: Path, options: An
     assert (process.returncode, json.loads(output)["measured"]) == (0, 4)
 
 
+@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
+def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
+    start: Start, targets: Path, tmp_path: Path, options: Any
+) -> None:
+    """Regression: each process of a sweep that came to it ended, until none was left."""
+    text = (targets / "add.py").read_text()
+    made = "calls = []\n\n\n@twice.workload("
+    text = text.replace("@twice.workload(", made).replace(
+        "def one_vector(device, dtype):",
+        "def one_vector(device, dtype):\n    calls.append(1)\n    assert len(calls) == 1, 'full'",
+    )
+    (tmp_path / "poisoned.py").write_text(text)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start("tune", tmp_path / "poisoned.py", "--json", *options, env={}, **pipes)
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    tuned = [each["shape"] for each in json.loads(output)["tunings"]]
+    assert sorted(tuned) == ["large", "small"], "of the other kernel, though it comes first"
+    assert b"not tuned: kernel small float16: the workload one_vector of kernel raised" in errors
+
+
 @pytest.fixture
 def wrong_ones(tmp_path: Path) -> Path:
     """A folder of files with the names of libraries."""
