@@ -294,9 +294,9 @@ def _searches(results: Results, bench: str, spaces: Mapping[str, str]) -> str:
     found = results.figures(bench)
     words = {
         "random": "random subset",
-        "forest": "forest",
-        "forest_neighbours": "forest, two neighbouring keys measured",
-        "forest_sweep": "forest, in a sweep; 100 for the first two keys",
+        "search": "search",
+        "search_neighbours": "search, two neighbouring keys measured",
+        "search_sweep": "search, in a sweep; 100 for the first two keys",
     }
     rows = [
         [space, f"{budget}", strategy, *(f"{found[f'{name}_{part}']:.1%}" for part in parts)]

@@ -1,11 +1,11 @@
 """How good a choice is after a search of some configs, replayed on stored trials without a GPU.
 
 `search_trials` has measured every config of a space for several keys, and the searches see those
-times: random subsets of the list, the forest, and the forest with the trials of the two nearest
-keys. The regret of a search is how much slower its best config is than the best of all; the final
-rounds of a tuning are not replayed. `search_replay` has the searches of `matmul`, on which their
-settings were made, and `search_replay_others` those of the other spaces. `search_replay_sweeps` has
-sweeps of all keys of matmul, where a search knows of other keys what their searches measured.
+times: random subsets of the list, a search, and a search with the trials of the two nearest keys.
+The regret of a search is how much slower its best config is than the best of all; the final rounds
+of a tuning are not replayed. `search_replay` has the searches of `matmul`, on which their settings
+were made, and `search_replay_others` those of the other spaces. `search_replay_sweeps` has sweeps
+of all keys of matmul, where a search knows of other keys what their searches measured.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MATMUL = "matmul.json.gz"
 SEEDS = 200
 SEARCHES = (
     *(("random", 32), ("random", 100)),
-    *(("forest", 32), ("forest", 100)),
-    ("forest_neighbours", 32),
+    *(("search", 32), ("search", 100)),
+    ("search_neighbours", 32),
 )
 NEIGHBOURS = 2
 #: Configs of the first two keys of a sweep and of each other one, the most keys that a search is
@@ -142,11 +142,11 @@ def history(path: Path, name: str, measured: Mapping[str, Times], most: int) -> 
 
 
 @functools.cache
-def _forest() -> Any:
+def _proposer() -> Any:
     """The one whose cached features serve every search; its seed is set for each."""
-    from safetune.tuning.forest import Forest
+    from safetune.tuning.gaussian import GaussianProcess
 
-    return Forest()
+    return GaussianProcess()
 
 
 def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list[int]:
@@ -154,7 +154,7 @@ def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list
     if strategy == "random":
         count = len(space(path)[0])
         return random.Random(seed).sample(range(count), min(budget, count))
-    known = start(path, name, NEIGHBOURS if strategy == "forest_neighbours" else 0)
+    known = start(path, name, NEIGHBOURS if strategy == "search_neighbours" else 0)
     best = space(path)[1][name].best
     return list(_measured(path, name, known, 1000 * seed, budget, until=best))
 
@@ -162,10 +162,10 @@ def search(path: Path, name: str, strategy: str, seed: int, budget: int) -> list
 def _measured(
     path: Path, name: str, known: Any, seed: int, budget: int, until: int | None = None
 ) -> dict[int, float | None]:
-    """Return the times of the configs that a forest asks for."""
+    """Return the times of the configs that a search asks for."""
     from safetune.tuning.search import Search
 
-    proposer = _forest()
+    proposer = _proposer()
     proposer._seed = seed
     asked, times = Search(known, proposer, _near(path)), dict[int, float | None]()
     while len(times) < budget and until not in times:
@@ -207,7 +207,7 @@ def run_part(path: Path, name: str, seeds: int, pool: ProcessPoolExecutor) -> li
     """Return the regrets of all searches for one key."""
     rows, keys = [], space(path)[1]
     for strategy, budget in SEARCHES:
-        if strategy == "forest_neighbours" and len(keys) <= NEIGHBOURS:
+        if strategy == "search_neighbours" and len(keys) <= NEIGHBOURS:
             continue
         one = functools.partial(regret, path, name, strategy, budget)
         count = SEEDS if strategy == "random" else seeds
@@ -222,7 +222,7 @@ def run_sweeps(path: Path, first: int, pool: ProcessPoolExecutor) -> list[Row]:
     row = {"part": f"{path.name} sweeps from {first}", "space": path.name.partition(".")[0]}
     seeds = range(first, first + SWEEPS)
     found = itertools.chain.from_iterable(pool.map(functools.partial(sweep, path), seeds))
-    return [{**row, "strategy": "forest_sweep", "budget": SWEEP[1], "regrets": [*found]}]
+    return [{**row, "strategy": "search_sweep", "budget": SWEEP[1], "regrets": [*found]}]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

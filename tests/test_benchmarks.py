@@ -146,9 +146,9 @@ def searched(strategy: str, budget: int, *regrets: int) -> dict[str, Any]:
 
 SEARCH_ROWS = [
     searched("random", 100, *range(1000)),
-    searched("forest", 100, 0, 0, 200, 930),
-    searched("forest", 100, 0, 0, 0, 0, 0, 450),
-    searched("forest_neighbours", 32, 0, 39),
+    searched("search", 100, 0, 0, 200, 930),
+    searched("search", 100, 0, 0, 0, 0, 0, 450),
+    searched("search_neighbours", 32, 0, 39),
 ]
 
 
@@ -157,10 +157,10 @@ def test_search_replay_figures() -> None:
     assert importlib.import_module("search_replay").figures(SEARCH_ROWS) == {
         "matmul_random_100_median": 0.04995,
         "matmul_random_100_p90": 0.09,
-        "matmul_forest_100_median": 0.0,
-        "matmul_forest_100_p90": 0.093,
-        "matmul_forest_neighbours_32_median": 0.00195,
-        "matmul_forest_neighbours_32_p90": 0.0039,
+        "matmul_search_100_median": 0.0,
+        "matmul_search_100_p90": 0.093,
+        "matmul_search_neighbours_32_median": 0.00195,
+        "matmul_search_neighbours_32_p90": 0.0039,
     }
 
 
@@ -185,7 +185,7 @@ def test_a_replayed_search_sees_the_stored_times_and_its_regret_is_to_the_best(
     assert found["M=64"].best == 3 * 6 + 2
     assert found["M=64"].regret([0, 5]) == 5.0
     assert found["M=64"].regret([5]) == float("inf")
-    for strategy, budget in (("random", 36), ("forest", 20), ("forest_neighbours", 3)):
+    for strategy, budget in (("random", 36), ("search", 20), ("search_neighbours", 3)):
         tried = replay.search(path, "M=64", strategy, 0, budget)
         assert len(tried) == budget or found["M=64"].best in tried, "no search ends before that"
         assert replay.regret(path, "M=64", strategy, budget, 0) == 0, strategy

@@ -39,8 +39,6 @@ def export(
     With a FILE, whose name ends in .json, writes the choices of one kernel and device. With
     --format, writes the tables of vLLM, SGLang or Hugging Face kernels to DIR, or all trials as T4.
     """
-    if names and kind in (tables.PACK, tables.T4):
-        raise click.UsageError("--name needs --format vllm, sglang or hf.")
     if kind == tables.PACK:
         _write(_packs_of(_stored(), only, path), as_json)
     elif kind == tables.T4:
@@ -73,8 +71,6 @@ def import_(
     from safetune.store.shared.protocol import namespace
 
     pack = kind == tables.PACK
-    if pack and (target is not None or names):
-        raise click.UsageError("--target and --name need --format: a pack names its kernels.")
     entries = _merged(source) if pack else tables.read(source, kind, target, dict(names))
     done = exchange.import_into(open_store(writes=True), entries)
     if shared := shared_directory(writes=True):

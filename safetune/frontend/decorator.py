@@ -75,7 +75,7 @@ def safetune(
             (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
         budget: how many configs a key's tuning tries, e.g. `200`, or for how long, e.g. `"5m"`:
             the most promising ones. None, the default, tries all, and so does `inline`.
-        proposer: who names the configs within a budget; by default a random forest, from
+        proposer: who names the configs within a budget; by default a Gaussian process, from
             `safetune[search]`.
 
     Raises:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Of a longer list one line says that there is another way.
 MANY_CONFIGS = 200
 
-NO_FOREST = (
+NO_SCIKIT_LEARN = (
     "scikit-learn is not installed, so the configs within the budget were drawn at random; install "
     "safetune[search] for a search that finds better ones"
 )
@@ -58,16 +58,16 @@ def batches(
 
 
 def _proposer(request: TuningRequest, notes: list[str]) -> Proposer:
-    """Return who proposes: the user's own, a forest, or chance where there is no scikit-learn."""
+    """Return who proposes: the user's own, a Gaussian process, or chance without scikit-learn."""
     if request.proposer is not None:
         return request.proposer
     seed = int(request.key.digest[:8], 16)
     try:
-        from safetune.tuning.forest import Forest
+        from safetune.tuning.gaussian import GaussianProcess
     except ImportError:
-        notes.append(NO_FOREST)
+        notes.append(NO_SCIKIT_LEARN)
         return RandomProposer(seed)
-    return Forest(seed)
+    return GaussianProcess(seed)
 
 
 @functools.cache

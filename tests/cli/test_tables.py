@@ -246,19 +246,3 @@ def test_trials_are_exported_as_t4(safetune: Any, fill: Fill) -> None:
     assert "no such trial is stored" in safetune.error(
         "export", "t4", "--format", "t4", "--kernel", "other"
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("export", "packs", "--name", "M=n"), "--name needs --format"),
-        (("import", "packs", "--name", "M=n"), "--target and --name need --format"),
-        (("import", "packs", "--target", "add.py"), "--target and --name need --format"),
-    ],
-)
-def test_what_only_tables_have_is_not_ignored_for_packs(
-    safetune: Any, words: tuple[str, ...], message: str
-) -> None:
-    result = safetune(*words)
-    assert result.exit_code == 2
-    assert message in result.stderr

@@ -206,7 +206,7 @@ def test_without_scikit_learn_the_search_is_random_and_says_so(
 ) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "safetune.tuning.forest", None)
+    monkeypatch.setitem(sys.modules, "safetune.tuning.gaussian", None)
     with pytest.warns(UserWarning, match=r"drawn at random; install safetune\[search\]"):
         launched(kernel := decorated(budget=6))
     assert len(kernel.configs_timings) == 6

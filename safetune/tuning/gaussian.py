@@ -1,4 +1,8 @@
-"""The default proposer: a random forest on the configs that were measured, asked of the rest."""
+"""The default proposer: a Gaussian process through the measured times, asked of the other configs.
+
+It sees the logarithms of the parameters; a logistic regression says which configs fail. The
+settings of both are the same for every key: a search measures too few configs to fit them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import sklearn
-from sklearn.tree import ExtraTreeRegressor
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import Matern
+from sklearn.linear_model import LogisticRegression
 
 from safetune.tuning.search import BATCH, History, Neighbour, one_step
 
@@ -17,28 +22,34 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from triton.runtime.autotuner import Config
 
-    Floats = NDArray[np.float32]
+    Floats = NDArray[np.float64]
 
-#: The share of a budget that is measured before the first forest is grown, and its limits.
+#: The share of a budget that is measured before the first prediction, and its limits.
 _INITIAL_SHARE, _LEAST, _MOST = 0.25, 8, 24
-#: No forest is grown on fewer configs that work.
+#: Nothing is predicted from fewer configs that work.
 _FEWEST = 3
 #: A slower config counts as this many times slower than the best, and so does one that fails.
 _SLOWEST = 8.0
-#: What is added to the logarithm of a config's time if most trees say that it fails: a forest of
-#: its own says it, because the best configs are often beside those that need too much memory.
+#: What is added to the logarithm of a config's time if it more likely fails than not. Failing is
+#: apart from times, because the best configs are often beside those that need too much memory.
 _FAILS = 10.0
-_TREES = 120
-#: How much of the trees' disagreement a promising config is given.
+#: How far apart configs say little of one another, in standard deviations of a parameter; the share
+#: of the times' variance that is noise.
+_REACH, _NOISE = 1.2, 0.01
+#: How much of its standard deviation a promising config is given.
 _OPTIMISM = 1.0
+#: The logistic regression's inverse strength of regularization.
+_FREEDOM = 10.0
+#: Of more configs the fastest are fitted, and others are predicted in parts: both for the memory.
+_MOST_FITTED, _MOST_PREDICTED = 1000, 4096
 #: A neighbour counts half at this distance, and not at all beyond the second.
 _HALF, _FARTHEST = 1.0, 4.0
 
 
-class Forest:
+class GaussianProcess:
     """Predicts the logarithm of each config's time, and proposes those that may be fastest."""
 
-    name = "forest"
+    name = "gaussian_process"
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -54,27 +65,17 @@ class Forest:
         left = np.array([index for index in range(len(configs)) if index not in tried])
         if not len(left):
             return []
-        draw = np.random.default_rng(self._seed + len(tried))
         features, prior = self.features(configs), self.prior(history)
         known = sum(time_ms is not None for time_ms in tried.values())
         initial = int(min(max(_INITIAL_SHARE * (len(tried) + remaining), _LEAST), _MOST))
         if prior is None and (len(tried) < initial or known < _FEWEST):
+            draw = np.random.default_rng(self._seed + len(tried))
             count = min(remaining, max(initial - len(tried), _LEAST))
-            return [configs[i] for i in _spread(features, list(tried), left, count, draw)]
+            return [configs[i] for i in _spread(shapes_of(features), [*tried], left, count, draw)]
         if prior is not None and known < _FEWEST:
             order = left[np.argsort(prior[left], kind="stable")]
             return [configs[i] for i in order[:count]]
-        columns = features if prior is None else np.column_stack([features, prior])
-        base = np.zeros(len(configs), np.float32) if prior is None else prior
-        seen, seed = np.array(list(tried)), self._seed + len(tried)
-        works = np.array([time_ms is not None for time_ms in tried.values()])
-        target = _relative(list(tried.values())) - base[seen]
-        mean, spread = _predicted(columns[seen[works]], target[works], columns[left], seed)
-        fails: Floats = np.zeros(len(left), np.float32)
-        if not works.all():
-            fails, _ = _predicted(columns[seen], (~works).astype(np.float32), columns[left], seed)
-        score = base[left] + mean - _OPTIMISM * spread + _FAILS * (fails > 0.5)
-        order = left[np.argsort(score, kind="stable")].tolist()
+        order = left[np.argsort(_scores(features, prior, tried, left), kind="stable")].tolist()
         return [configs[i] for i in _apart(order, self._known(configs)[2], count)]
 
     def features(self, configs: Sequence[Config]) -> Floats:
@@ -96,14 +97,35 @@ class Forest:
     def _of_neighbours(self, history: History) -> Floats | None:
         features = self.features(history.configs)
         indexes = {id(config): index for index, config in enumerate(history.configs)}
-        total, weights = np.zeros(len(history.configs), np.float32), 0.0
+        total, weights = np.zeros(len(history.configs)), 0.0
         for each in history.neighbours:
             if len(each.trials) < _LEAST or each.distance > _FARTHEST:
                 continue
             weight = 0.5 ** (each.distance / _HALF)
-            total += weight * _of_neighbour(each, features, indexes, self._seed)
+            total += weight * _of_neighbour(each, features, indexes)
             weights += weight
-        return total / np.float32(weights) if weights else None
+        return total / weights if weights else None
+
+
+def _scores(
+    features: Floats,
+    prior: Floats | None,
+    tried: Mapping[int, float | None],
+    left: NDArray[Any],
+) -> Floats:
+    """Return the least logarithm of a time that is likely, of the configs that are left."""
+    columns, base = _standard(features), np.zeros(len(features))
+    if prior is not None:
+        columns, base = np.column_stack([columns, _standard(prior)]), prior
+    seen = np.array(list(tried))
+    works = np.array([time_ms is not None for time_ms in tried.values()])
+    target = _relative(list(tried.values())) - base[seen]
+    mean, spread = _predicted(columns[seen[works]], target[works], columns[left])
+    score = base[left] + mean - _OPTIMISM * spread
+    if not works.all():
+        parameters = columns[:, : features.shape[1]]
+        score += _FAILS * _fail(parameters[seen], works, parameters[left])
+    return score
 
 
 def _apart(order: Sequence[int], near: dict[int, list[int]], count: int) -> list[int]:
@@ -117,56 +139,71 @@ def _apart(order: Sequence[int], near: dict[int, list[int]], count: int) -> list
 
 
 def features_of(configs: Sequence[Config]) -> Floats:
-    """Return a row of numbers for each config: its parameters, and signed sums of two and three.
-
-    Numbers are logarithms: a sum is the size of a tile, a difference its shape, or its size for
-    each warp.
-    """
+    """Return a row of numbers for each config: the logarithms of the parameters that vary."""
     values = [config.all_kwargs() for config in configs]
     names = dict.fromkeys(name for each in values for name in each)
-    columns = [_column([each.get(name) for each in values]) for name in names]
+    columns = [column for name in names for column in _columns([each.get(name) for each in values])]
     varied = [column for column in columns if np.ptp(column) > 0]
+    return np.column_stack(varied or [np.zeros(len(configs))])
+
+
+def shapes_of(features: Floats) -> Floats:
+    """Return signed sums of one, two and three features: what the first configs differ in.
+
+    A sum is the size of a tile, a difference its shape, or its size for each warp.
+    """
     combined = [
         sum((sign * other for sign, other in zip(signs, others, strict=True)), first)
         for size in (1, 2, 3)
-        for first, *others in itertools.combinations(varied, size)
+        for first, *others in itertools.combinations(features.T, size)
         for signs in itertools.product((1, -1), repeat=size - 1)
     ]
-    return np.column_stack(combined or columns).astype(np.float32)
+    return np.column_stack(combined)
 
 
-def _column(values: Sequence[Any]) -> Floats:
+def _columns(values: Sequence[Any]) -> list[Floats]:
+    """Return the logarithms of numbers; of other values which one it is, but for the first."""
     if all(type(value) in (int, float) for value in values):
-        return np.array([math.copysign(math.log2(1 + abs(v)), v) for v in values], np.float32)
-    kinds = {text: place for place, text in enumerate(dict.fromkeys(map(repr, values)))}
-    return np.array([kinds[repr(value)] for value in values], np.float32)
+        return [np.array([math.copysign(math.log2(1 + abs(v)), v) for v in values])]
+    texts = np.array([repr(value) for value in values])
+    return [(texts == kind).astype(float) for kind in [*dict.fromkeys(texts.tolist())][1:]]
+
+
+def _standard(columns: Floats) -> Floats:
+    """Return columns of mean 0 and variance 1."""
+    return np.asarray((columns - columns.mean(axis=0)) / np.maximum(columns.std(axis=0), 1e-6))
 
 
 def _relative(times: Sequence[float | None]) -> Floats:
     """Return the logarithms of times over the best one."""
     best = min(time_ms for time_ms in times if time_ms is not None)
     slowest = math.log(_SLOWEST)
-    logs = [slowest if t is None else min(math.log(t / best), slowest) for t in times]
-    return np.array(logs, np.float32)
+    return np.array([slowest if t is None else min(math.log(t / best), slowest) for t in times])
 
 
-def _predicted(rows: Floats, target: Floats, wanted: Floats, seed: int) -> tuple[Floats, Floats]:
-    """Return the mean of the trees' predictions, and their standard deviation.
+def _predicted(rows: Floats, target: Floats, wanted: Floats) -> tuple[Floats, Floats]:
+    """Return the mean and the standard deviation of a Gaussian process through some targets."""
+    fitted = np.argsort(target, kind="stable")[:_MOST_FITTED]
+    kernel = Matern(length_scale=_REACH, nu=2.5)
+    process = GaussianProcessRegressor(kernel, alpha=_NOISE, optimizer=None, normalize_y=True)
+    process.fit(rows[fitted], target[fitted])
+    parts = range(0, len(wanted), _MOST_PREDICTED)
+    found = [process.predict(wanted[i : i + _MOST_PREDICTED], return_std=True) for i in parts]
+    mean, spread = (np.concatenate(each) for each in zip(*found, strict=True))
+    return mean, spread
 
-    `ExtraTreesRegressor` grows such trees too, in three times the time: it copies its settings.
+
+def _fail(rows: Floats, works: NDArray[Any], wanted: Floats) -> NDArray[Any]:
+    """Return which configs more likely fail than not.
+
+    Memory grows with each parameter that it depends on, so that a plane between the logarithms
+    separates better than the boxes of trees do: they left out the best configs, at the edge.
     """
-    rows, wanted = np.ascontiguousarray(rows), np.ascontiguousarray(wanted)
-    draw = np.random.RandomState(seed)
-    trees = [ExtraTreeRegressor(max_features=0.5, random_state=draw) for _ in range(_TREES)]
-    with sklearn.config_context(skip_parameter_validation=True):
-        grown = [tree.fit(rows, target, check_input=False).tree_ for tree in trees]
-    found = np.stack([tree.predict(wanted)[:, 0] for tree in grown])
-    return found.mean(axis=0), found.std(axis=0)
+    regression = LogisticRegression(C=_FREEDOM, max_iter=1000).fit(rows, works)
+    return np.asarray(~regression.predict(wanted))
 
 
-def _of_neighbour(
-    neighbour: Neighbour, features: Floats, indexes: Mapping[int, int], seed: int
-) -> Floats:
+def _of_neighbour(neighbour: Neighbour, features: Floats, indexes: Mapping[int, int]) -> Floats:
     """Return the relative time of each config for a neighbour, predicted where not measured."""
     measured = {
         indexes[id(trial.config)]: trial.time_ms
@@ -174,11 +211,12 @@ def _of_neighbour(
         if id(trial.config) in indexes
     }
     if not any(measured.values()):
-        return np.zeros(len(features), np.float32)
+        return np.zeros(len(features))
     seen, target = np.array(list(measured)), _relative(list(measured.values()))
-    found = np.zeros(len(features), np.float32)
+    found = np.zeros(len(features))
     if len(seen) < len(features):
-        found = _predicted(features[seen], target, features, seed)[0].astype(np.float32)
+        columns = _standard(features)
+        found, _ = _predicted(columns[seen], target, columns)
     found[seen] = target
     return found
 
@@ -187,14 +225,14 @@ def _spread(
     features: Floats, tried: list[int], left: NDArray[Any], count: int, draw: Any
 ) -> list[int]:
     """Return configs far from one another and from those tried, begun at random."""
-    scaled = (features - features.mean(axis=0)) / np.maximum(features.std(axis=0), 1e-6)
+    features = _standard(features)
     chosen = [] if tried else [int(draw.choice(left))]
     apart = np.full(len(left), np.inf)
     for index in tried + chosen:
-        apart = np.minimum(apart, ((scaled[left] - scaled[index]) ** 2).sum(axis=1))
+        apart = np.minimum(apart, ((features[left] - features[index]) ** 2).sum(axis=1))
     while len(chosen) < min(count, len(left)):
         pool = draw.choice(len(left), min(len(left), 64), replace=False)
         place = pool[int(np.argmax(apart[pool]))]
         chosen.append(int(left[place]))
-        apart = np.minimum(apart, ((scaled[left] - scaled[left[place]]) ** 2).sum(axis=1))
+        apart = np.minimum(apart, ((features[left] - features[left[place]]) ** 2).sum(axis=1))
     return chosen
