@@ -83,9 +83,11 @@ def race(
             else:
                 rounds[index].append(outcome.timing)
         late = turn + 1 >= MIN_ROUNDS and time.perf_counter() - start > _LIMIT_S
-        if not rounds or late or clear(rounds):
+        # Not one that was beaten: its rounds may be of a faster clock than the others' have now.
+        current = {index: rounds[index] for index in running}
+        if not running or late or clear(current):
             break
-        slower = beaten(rounds)
+        slower = beaten(current)
         running = [index for index in running if index not in slower]
     return {index: combine(timings) for index, timings in rounds.items()}, failed, running
 

@@ -103,6 +103,23 @@ def test_a_config_that_was_beaten_does_not_win_when_the_others_slow_down():
     assert {2} == turns[0] - turns[-1]
     assert timings[2].median_ms < min(timings[0].median_ms, timings[1].median_ms)
     assert (failed, unbeaten) == ({}, [0, 1])
+    assert len(turns) == race.MAX_ROUNDS, "it is open until the end which of the two is faster"
+
+
+def test_a_race_ends_when_only_beaten_configs_are_left():
+    turns = []
+
+    def measure(budgets):
+        turns.append(set(budgets))
+        if len(turns) > race.MIN_ROUNDS:
+            return {i: Outcome(Verdict.DIED) for i in budgets}
+        noise = 0.01 * (len(turns) % 2)
+        times = {0: 1.0 + noise, 1: 1.01 - noise, 2: 1.07, 3: 1.07 + noise / 10}
+        return {i: Outcome(Verdict.OK, timing(times[i])) for i in budgets}
+
+    timings, failed, unbeaten = race.race({i: timing(1.0) for i in range(4)}, measure)
+    assert [*timings, *failed, unbeaten] == [2, 3, 0, 1, []]
+    assert turns[-1] == {0, 1}
 
 
 @given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))
