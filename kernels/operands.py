@@ -69,25 +69,26 @@ def stored(**operands: Tensor | None) -> tuple[Any, ...]:
     """Return the operands, each in memory: as it is, or a copy; see `is_stored`.
 
     Raises:
-        InvalidOperand: the memory of an operand was freed. A kernel would read address 0, after
-            which nothing on the GPU works.
+        InvalidOperand: the memory of an operand was freed. A kernel would read near address 0,
+            after which nothing on the GPU works.
     """
     found = []
     for name, each in operands.items():
-        if each is not None and not is_stored(each):
-            each = each.clone(memory_format=torch.contiguous_format)
-        elif each is not None and _is_freed(each):
+        if each is not None and _is_freed(each):
             raise InvalidOperand(
                 f"{name} has no memory now; FSDP frees that of a parameter outside of the forward "
                 "and backward pass of its module"
             )
+        if each is not None and not is_stored(each):
+            each = each.clone(memory_format=torch.contiguous_format)
         found.append(each)
     return tuple(found)
 
 
 def _is_freed(x: Tensor) -> bool:
-    try:
-        return not x.data_ptr() and x.numel() > 0
+    try:  # a part of what was freed, as of FSDP's flat parameters, has its offset as an address
+        is_near_0 = x.data_ptr() == x.storage_offset() * x.itemsize
+        return is_near_0 and x.numel() > 0 and not x._is_zerotensor()
     except RuntimeError:  # one of torch.vmap's, which is refused where it is launched
         return False
 

@@ -177,7 +177,8 @@ class FastPath:
         The function takes arguments up to the last tensor, and launches what this call launches, on
         the same grid. The caller answers for it that they have the dtypes and the device of the
         first ones. It returns None where launches are observed, or anything that a launch depends
-        on has changed, an address is 0 or not a multiple of 16, or another device is current.
+        on has changed, an address is not a multiple of 16 or may be of memory that was freed, or
+        another device is current.
 
         Args:
             watch: whose `active` says whether launches are observed; a class, and the `run` that it

@@ -31,6 +31,10 @@ _DEVICE = (
 _LAUNCHED = "config, settings, as_launched, "
 _FOUND = "binary, run, head, together, rest, kernel"
 
+#: No memory of a device is at or below this address; a tensor whose memory was freed has its offset
+#: there as its address.
+_LOW = 0xFFFFFFFF
+
 
 class Source:
     """Writes the code of a fast path. Parameter i is `v{i}` there, and its address `p{i}`."""
@@ -128,13 +132,13 @@ def launch(grid, a, k):
         )
         offsets = "".join(f"offset{i}, " for i in parts)
         device = "\n".join(f"        {line}" for line in _DEVICE)
-        every, all_of = (sign.join(f"p{i}" for i in self._tensors) for sign in (" | ", " and "))
+        in_memory = " and ".join(f"p{i} > {_LOW}" for i in self._tensors)
         return f"""
 def bind(grid, a, k, observers, owner, own_run, offsets):
     [{offsets}] = offsets
 {self._unpack()}
     found = known.get({self._key()})
-    if found is None or ({every}) & 15:
+    if found is None or ({self._bits}) & 15:
         return None
     {_LAUNCHED}{_FOUND} = found
     {self._rest}
@@ -157,7 +161,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
         except RuntimeError:  # one of torch.vmap's
             return None
 {device}
-        if device != own_device or ({every}) & 15 or not ({all_of} and {self._still_known}):
+        if device != own_device or ({self._bits}) & 15 or not ({in_memory} and {self._still_known}):
             return None
         stream = own_driver.get_current_stream(device)
         state["best_config"] = config
@@ -290,6 +294,11 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
     def _others(self) -> list[int]:
         return [i for i in self._tensors if i != self._first]
 
+    @property
+    def _bits(self) -> str:
+        """The bits that are set in any address."""
+        return " | ".join(f"p{i}" for i in self._tensors)
+
     def _unpack(self, asked: Sequence[int] | None = None) -> str:
         """Write what reads the arguments; by default, each tensor is asked whether to."""
         lines = []
@@ -315,8 +324,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
         parts = ["device", *self._parts, *(f"v{i}.dtype" for i in self._tensors)]
         if self._tensors:
             each = "".join(f"not p{i} & 15, " for i in self._tensors)
-            every = " | ".join(f"p{i}" for i in self._tensors)
-            parts += [f"v{self._first}.get_device()", f"({every}) & 15 and ({each})"]
+            parts += [f"v{self._first}.get_device()", f"({self._bits}) & 15 and ({each})"]
         return f"({', '.join(parts)},)"
 
 

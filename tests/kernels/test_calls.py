@@ -248,9 +248,12 @@ def test_one_gradient_of_both_outputs_is_known_too(
     assert bound.launched == before + 2 * (2 if most_few_rows else 3)
 
 
-def test_a_weight_whose_memory_was_freed_is_named(bound: Bound, random: Any) -> None:
-    """As by FSDP, outside of a module's passes; a kernel would read address 0."""
-    x, weight = random(4, 16), torch.nn.Parameter(random(16, grad=False))
+@pytest.mark.parametrize(
+    "place", [slice(16), slice(16, 32), slice(1, 32, 2)], ids=["first", "second", "strided"]
+)
+def test_a_weight_whose_memory_was_freed_is_named(bound: Bound, random: Any, place: slice) -> None:
+    """As by FSDP, outside of a module's passes; a kernel would read address 0, or one near it."""
+    x, weight = random(4, 16), torch.nn.Parameter(random(32, grad=False)[place])
     y = rms_norm(x, weight, None)
     memory = weight.untyped_storage()
     memory.resize_(0)
