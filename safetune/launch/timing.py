@@ -63,7 +63,8 @@ def measure(launch: Launch, before: Launch, after: Launch, timer: Timer, budget:
             break
     # The first launches found cold instruction caches and low clocks.
     cold = budget.least // 2 if len(samples) > budget.least else 0
-    return summarize(_clean(samples[cold:]), "screen")
+    warm = [sample for sample in samples[cold:] if sample.is_clean]
+    return summarize(_clean(warm or samples), "screen")
 
 
 def _median(samples: Sequence[Sample]) -> float:

@@ -137,6 +137,10 @@ def test_a_time_is_of_the_launches_that_nothing_held_up():
     stalled, right = Sample(36.0, waited_ms=35.5), Sample(1.0, waited_ms=0.005)
     timer = Recorded(stalled, stalled, stalled, stalled, right, stalled)
     assert measure(nothing, nothing, nothing, timer, Budget(best_ms=0.9)).median_ms == 1.0
+    timer = Recorded(right, right, stalled)  # a cold launch is nearer to the truth
+    long = Budget(best_ms=0.9, time_ms=400)
+    assert measure(nothing, nothing, nothing, timer, long).median_ms == 1.0
+    assert timer.given > long.least
     timer = Recorded(stalled)
     assert measure(nothing, nothing, nothing, timer, Budget(best_ms=0.9)).median_ms == 36.0
 
