@@ -123,7 +123,7 @@ class TargetError(SafetuneError):
 
 
 class WorkloadError(SafetuneError):
-    """A workload function raised, or yielded something other than a `Workload`."""
+    """A workload function, or a function of its kernel, raised; or it yielded no `Workload`."""
 
 
 class NotInterpretable(SafetuneError):

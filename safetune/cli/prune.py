@@ -92,9 +92,9 @@ def prune_command(
     if only_diff:
         click.echo(_diff(kernel, name, kept), nl=False)
         return
-    longer = {len(configs) // 3, len(configs) // 2} if keep is None else set()
-    costs = {n: shortlist.held_out(keys, within, n) for n in sorted(longer) if n > len(found.kept)}
-    held_out = shortlist.held_out(keys, within, keep or 0)
+    longer = sorted({n for n in (len(configs) // 3, len(configs) // 2) if n > len(found.kept)})
+    costs = shortlist.held_out(keys, within, [keep] if keep else [0, *longer])
+    held_out = costs.pop(keep or 0, None)
     data = {
         "kernel": name,
         "within": within,
@@ -112,7 +112,7 @@ def prune_command(
         "devices": sorted({str(key.key.device["name"]) for key in keys}),
         "cost": vars(shortlist.cost(keys, found.kept)),
         "held_out": held_out and vars(held_out),
-        "longer": [{"keep": n, "held_out": vars(cost)} for n, cost in costs.items() if cost],
+        "longer": [{"keep": n, "held_out": vars(cost)} for n, cost in costs.items()],
     }
     if as_json:
         print_json(data)
@@ -206,6 +206,12 @@ def _print_cost(found: Mapping[str, Any], by_time: bool) -> None:
             echo(f"{what}: {_words(**cost, by_time=by_time)}")
     if not found["shortest"]:
         echo("The search ended at its time limit: a shorter list may exist.")
+    judged = (found["held_out"] or {"keys": 0})["keys"]
+    if judged < found["keys"] > 1:
+        echo(
+            f"Only {judged} of {keys} were judged by lists that were not made from them: the time "
+            "limit of that search"
+        )
 
 
 def _words(

@@ -13,6 +13,7 @@ from safetune.cli.output import (
     config_words,
     counted,
     date,
+    describe,
     echo,
     left_out_data,
     outcome_data,
@@ -22,7 +23,7 @@ from safetune.cli.output import (
 )
 from safetune.cli.trials import Row, Summary, failures, print_summary, print_trials
 from safetune.cli.workers import Event
-from safetune.errors import NoWorkingConfig
+from safetune.errors import NoWorkingConfig, SafetuneError
 from safetune.outcome import Mark, Outcome
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Report:
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         self.left_out: list[Any] = []  # recorded calls, each in `words`, with the `reason`
         self.left = 0  # to other shards
+        self._not_begun: dict[tuple[str, ...], str] = {}  # by what a worker told
         self._planned = 0
 
     def begin(self, plan: Plan) -> None:
@@ -77,6 +79,9 @@ class Report:
             told = [SimpleNamespace(**each) for each in event["left_out"]]
             _tell_left_out(left for left in told if left not in self.left_out)
             self.left_out = told
+        if "not_begun" in event:
+            told = event["not_begun"]
+            self._not_begun[_name(told)] = " ".join(told[each] for each in OF_TITLE)
         if "facts" not in event:
             return
         import msgspec
@@ -119,6 +124,23 @@ class Report:
         outcomes = [(declared[text], o) for text, o in error.outcomes if text in declared]
         facts: dict[str, Any] = {"choice": None, "disputed": "", "created": None, "phases": {}}
         self._add(turn, facts, outcomes, error.measured)
+
+    def add_not_begun(self, turn: Turn[Planned], error: Exception) -> None:
+        """Note a tuning that could not begin; another worker may still make it."""
+        sketch = turn.item.sketch
+        echo(f"not tuned: {sketch.words}: {describe(error)}", err=True)
+        if self.tell is not None:
+            names = {name: getattr(sketch, name) for name in OF_TITLE}
+            self.tell({"not_begun": {**names, "key": turn.item.key}})
+
+    def check_begun(self) -> None:
+        """Raise `SafetuneError` if no worker could begin a tuning."""
+        tuned = {_name(facts) for facts, _ in self.tuned}
+        if words := [self._not_begun[name] for name in self._not_begun if name not in tuned]:
+            raise SafetuneError(
+                f"{counted(len(words), 'tuning')} could not begin, for the reasons above: "
+                f"{', '.join(words)}; the rest of the list is done and stored"
+            )
 
     def _add(
         self,

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import click
 from safetune.cli import targets, workers
 from safetune.cli.command import ARGUMENTS, Number, command
 from safetune.cli.display import LOOK_S, Display, FleetDisplay, Teller, repeated
-from safetune.cli.output import describe, echo, prints_to_stderr
+from safetune.cli.output import echo, prints_to_stderr
 from safetune.cli.plan import print_plan
 from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
@@ -24,6 +25,7 @@ from safetune.errors import (
     Busy,
     KernelNotTransferable,
     NotExclusive,
+    NothingToMeasure,
     NoWorkingConfig,
     StoreError,
     TargetError,
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from safetune.offline.shards import Part, Turn, Turns
     from safetune.offline.tasks import OfflineKernel
     from safetune.tuning.requests import SearchBudget
+
+#: What keeps a tuning from its begin, and says nothing of the others.
+_OF_ONE_KEY = (WorkloadError, KernelNotTransferable, TargetError, NothingToMeasure)
 
 
 @command(
@@ -121,8 +126,10 @@ def tune_command(**given: Any) -> None:
                 check_writable()
             plan = _planned(sketches, options)
             if not options.dry_run:
-                _tune_all(plan, options, part, report)
+                failed = _tune_all(plan, options, part, report)
                 _check_written()
+                if failed and tell is None:  # a worker has told its parent
+                    raise failed[0]
     except Exception:
         if report.tuned or report.left_out:
             report.print(options.as_json)
@@ -265,9 +272,13 @@ def _tune_elsewhere(
         for name, event in events:
             display.take(name, event)
             report.take(name, event)
+    report.check_begun()
 
 
-def _tune_all(plan: Plan, options: SimpleNamespace, part: Part | None, report: Report) -> None:
+def _tune_all(
+    plan: Plan, options: SimpleNamespace, part: Part | None, report: Report
+) -> list[Exception]:
+    """Tune what this process gets of a plan; return why some of it could not begin."""
     from torch import OutOfMemoryError
 
     from safetune.offline.plan import Sweep
@@ -302,15 +313,26 @@ def _tune_all(plan: Plan, options: SimpleNamespace, part: Part | None, report: R
                 report.left += 1
             except Busy:
                 busy = True
-            except (WorkloadError, KernelNotTransferable, TargetError, OutOfMemoryError) as error:
+            except (*_OF_ONE_KEY, OutOfMemoryError) as error:
                 if not turn.helps:  # raised now, it would end every process of a sweep
-                    failed.append(error)
-                    echo(f"not tuned: {sketch.words}: {describe(error)}", err=True)
+                    failed.append(_without_locals(error))
+                    report.add_not_begun(turn, error)
             display.end()
             if busy:
                 turns.put_back(turn)
-    if failed:
-        raise failed[0]
+    return failed
+
+
+def _without_locals(error: Exception) -> Exception:
+    """Free what the frames of an error hold, which may be most of a device's memory."""
+    inner: BaseException | None = error
+    while inner is not None:
+        for frame, _ in traceback.walk_tb(inner.__traceback__):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()
+                _ = frame.f_locals  # Python 3.11 keeps a copy, which this brings up to date
+        inner = inner.__cause__
+    return error
 
 
 def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[Planned]:

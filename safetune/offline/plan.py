@@ -215,7 +215,11 @@ def compile_ahead(tunings: Iterable[Planned]) -> dict[str, deque[bytes]]:
         kernel = request.key.kernel.digest
         new = kernel in known and not planned.binaries <= known[kernel]
         if new and request.budget is None:
-            ahead[kernel].extend(_specs(planned, known[kernel]))
+            try:
+                ahead[kernel].extend(_specs(planned, known[kernel]))
+            except Exception as error:  # the tuning reports it
+                if from_signal_handler(error):
+                    raise
         known.setdefault(kernel, set()).update(planned.binaries)
     return ahead
 

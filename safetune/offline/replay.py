@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from safetune.config import config_digest
-from safetune.errors import NothingToMeasure, TargetError, from_signal_handler
+from safetune.errors import NothingToMeasure, SafetuneError, TargetError, from_signal_handler
 from safetune.frozen import dataclass
 from safetune.inputs import call_description
 from safetune.inputs.workload import Workload
@@ -18,7 +18,7 @@ from safetune.keys.tuning_key import describe_call
 from safetune.messages import one_line
 from safetune.offline import imports, plan
 from safetune.offline.plan import Sketch
-from safetune.offline.tasks import OfflineKernel, Task, find_kernels
+from safetune.offline.tasks import OfflineKernel, Task, find_kernels, place_of
 from safetune.outcome import Mark
 from safetune.store.records import RecordedCall
 
@@ -87,6 +87,13 @@ def sketches(
             left_out.append(LeftOut.because(call, reason))
         except (_NotHere, NothingToMeasure) as error:
             left_out.append(LeftOut.because(call, error))
+        except SafetuneError:  # as want of a device, it is of all calls
+            raise
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
+            reason = f"it cannot be tuned ({type(error).__name__}: {error}{place_of(error)})"
+            left_out.append(LeftOut.because(call, reason))
 
 
 def shapes(found: Iterable[Rebuildable], left_out: list[LeftOut]) -> list[Task]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from safetune.frozen import dataclass
 from safetune.outcome import TRANSIENT, Mark
 from safetune.store.records import KeyRecord, TrialRecord
 
-#: The time limit of the search for one list. The lists of kernels take milliseconds.
+#: The time limit of the search for the list, and of all those for held-out keys together. The lists
+#: of kernels take milliseconds.
 _LIMIT_S = 20.0
 #: By how much of the best time a config's times differ between keys that are alike.
 _LIKE = 0.01
@@ -119,10 +121,11 @@ def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlis
     """
     found = _shortest(keys, within)
     if 0 < keep < len(found.kept):
+        searched = "" if found.proven else " that the search found within its time limit,"
         raise InvalidSetting(
-            f"--keep {keep} is less than the {len(found.kept)} configs of the shortest list with "
-            f"which no key is more than {within:.2%} slower: give --keep {len(found.kept)} or "
-            "more, or a larger --within"
+            f"--keep {keep} is less than the {len(found.kept)} configs of the shortest list"
+            f"{searched} with which no key is more than {within:.2%} slower: give "
+            f"--keep {len(found.kept)} or more, or a larger --within"
         )
     return replace(found, kept=_filled(keys, found.kept, keep))
 
@@ -167,7 +170,7 @@ def _filled(keys: Sequence[Measured], kept: frozenset[str], keep: int) -> frozen
     return kept
 
 
-def _shortest(keys: Sequence[Measured], within: float) -> Shortlist:
+def _shortest(keys: Sequence[Measured], within: float, limit_s: float = _LIMIT_S) -> Shortlist:
     """Return the shortest list with a config for each key that is `within` of its best.
 
     This is a set cover, solved exactly as an integer program: with the tens of configs that a
@@ -201,7 +204,7 @@ def _shortest(keys: Sequence[Measured], within: float) -> Shortlist:
         integrality=[1] * count + [0] * len(pairs),
         bounds=(0, 1),
         constraints=[constraint(one_each, 1, 1), constraint(of_kept, -math.inf, 0)],
-        options={"time_limit": _LIMIT_S, "mip_rel_gap": 0},
+        options={"time_limit": limit_s, "mip_rel_gap": 0},
     )
     if solved.x is None:
         return Shortlist(frozenset(configs), proven=False)
@@ -215,22 +218,34 @@ def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
     return _total([(key, key.slowdown(kept)) for key in keys])
 
 
-def held_out(keys: Sequence[Measured], within: float, keep: int = 0) -> Cost | None:
-    """Return the cost of a list on keys that it was not made from; None for fewer than two keys.
+def held_out(
+    keys: Sequence[Measured],
+    within: float,
+    keeps: Iterable[int] = (0,),
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[int, Cost]:
+    """Return what lists of some lengths cost on keys that they were not made from, by length.
 
     Each key is judged once, by the list made from all others, or from the keys of the other parts.
+    At the time limit the keys of the parts that are left are not judged; without any that were, as
+    with fewer than two keys, nothing is returned.
     """
     if len(keys) < 2:
-        return None
+        return {}
     mixed = sorted(keys, key=lambda key: key.key.digest)
     random.Random(0).shuffle(mixed)
     parts = [mixed[start::_PARTS] for start in range(min(_PARTS, len(mixed)))]
-    judged = []
+    judged: dict[int, list[tuple[Measured, float]]] = {keep: [] for keep in keeps}
+    end = clock() + _LIMIT_S
     for part in parts:
         others = [key for key in mixed if key not in part]
-        kept = shortest(others, within, keep).kept
-        judged += [(key, key.slowdown(kept)) for key in part]
-    return _total(judged)
+        left_s = end - clock()
+        if left_s <= 0 or not (found := _shortest(others, within, left_s)).proven:
+            break
+        for keep, of_length in judged.items():
+            kept = _filled(others, found.kept, keep)
+            of_length += [(key, key.slowdown(kept)) for key in part]
+    return {keep: _total(of_length) for keep, of_length in judged.items() if of_length}
 
 
 def wins(keys: Iterable[Measured]) -> Counter[str]:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from triton.runtime.autotuner import Heuristics
 
-from safetune.errors import TargetError, WorkerUnavailable, WorkloadError
+from safetune.errors import (
+    SafetuneError,
+    TargetError,
+    WorkerUnavailable,
+    WorkloadError,
+    from_signal_handler,
+)
 from safetune.frontend.autotuner import Autotuner
 from safetune.frozen import dataclass
 from safetune.inputs.workload import Workload
@@ -180,9 +186,20 @@ def tune_task(
     Raises:
         NoWorkingConfig: every config failed.
         Busy: another process tunes the key.
+        WorkloadError: a function of the kernel, as one that prunes, raised for this workload.
     """
     phases = Phases("lookup")
-    request = request_for(task, force)
+    try:
+        request = request_for(task, force)
+    except SafetuneError:
+        raise
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
+        raise WorkloadError(
+            f"preparing {task.kernel.name} for {task.workload.name} raised "
+            f"{type(error).__name__}: {error}{place_of(error)}"
+        ) from error
     store = open_tuning_store()
     if shared:
         request = replace(request, bench=partial(SharedBench, store))
@@ -291,10 +308,15 @@ def _yielded(
     except WorkloadError:
         raise
     except (Exception, SystemExit) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
         raise WorkloadError(
-            f"{name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            f"{name} raised {type(error).__name__}: {error}{place_of(error)}"
         ) from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return where an error was raised, after what it says."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({last.filename}:{last.lineno})"
 
 
 def _mistake(workload: Workload) -> str:

@@ -126,25 +126,64 @@ def test_standard_streams_may_be_closed(start: Start, targets: Path, options: An
     assert (process.returncode, json.loads(output)["measured"]) == (0, 4)
 
 
+#: A function of the kernel that comes first, which raises when it is called the second time.
+POISON = """
+import weakref
+
+calls, held = [], []
+
+
+def poison(configs=(), *_, **__):
+    calls.append(1)
+    tensor = torch.zeros(1)
+    if len(calls) > 1:
+        held.append(weakref.ref(tensor))
+        raise ValueError("full")
+    return configs
+
+
+def check():
+    assert not any(each() is not None for each in held), "the error still holds its tensor"
+
+
+def make_twice():
+"""
+POISONED = {
+    "workload": ("def one_vector(device, dtype):\n", "the workload one_vector of kernel raised "),
+    "pruning": ("    @safetune(configs=CONFIGS,", "preparing kernel for small raised "),
+}
+
+
 @pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
+@pytest.mark.parametrize("poisoned", POISONED)
 def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
-    start: Start, targets: Path, tmp_path: Path, options: Any
+    start: Start, targets: Path, tmp_path: Path, options: Any, poisoned: str
 ) -> None:
     """Regression: each process of a sweep that came to it ended, until none was left."""
-    text = (targets / "add.py").read_text()
-    made = "calls = []\n\n\n@twice.workload("
-    text = text.replace("@twice.workload(", made).replace(
-        "def one_vector(device, dtype):",
-        "def one_vector(device, dtype):\n    calls.append(1)\n    assert len(calls) == 1, 'full'",
-    )
-    (tmp_path / "poisoned.py").write_text(text)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = start("tune", tmp_path / "poisoned.py", "--json", *options, env={}, **pipes)
-    output, errors = process.communicate(timeout=DEADLINE_S)
+    line, raised = POISONED[poisoned]
+    text = (targets / "add.py").read_text().replace("def make_twice():\n", POISON)
+    pruned = " prune_configs_by={'early_config_prune': poison},"
+    call = pruned if poisoned == "pruning" else "    poison()\n"
+    file = tmp_path / "poisoned.py"
+    other = "def vectors(device, dtype):\n"
+    file.write_text(text.replace(line, line + call).replace(other, f"{other}    check()\n"))
+    process = start("tune", file, "--json", *options, env={}, **PIPES)
+    data, errors = finished(process)
     assert process.returncode == 2
-    tuned = [each["shape"] for each in json.loads(output)["tunings"]]
-    assert sorted(tuned) == ["large", "small"], "of the other kernel, though it comes first"
-    assert b"not tuned: kernel small float16: the workload one_vector of kernel raised" in errors
+    tuned = [(each["shape"], each["choice"]) for each in data["tunings"]]
+    assert sorted(dict(tuned)) == ["large", "small"], "of the other kernel, though it comes first"
+    assert all(dict(tuned).values()), errors
+    reason = f"{raised}ValueError: full ({file}:"
+    assert f"not tuned: kernel small float16: {reason}" in errors
+    last = errors.splitlines()[-1]
+    if options:
+        assert last == (
+            "Error: 1 tuning could not begin, for the reasons above: kernel small float16; the "
+            "rest of the list is done and stored"
+        )
+        assert "drops out" not in errors
+    else:
+        assert last.startswith(f"Error: {reason}")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,18 @@ from safetune.store.records import RecordedCall
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
+
+#: A pruning function for `targets/recorded.py`, and the line that it is put before.
+PRUNE = """
+def prune(configs, named, **_):
+    import os
+
+    if named["n"] == int(os.environ.get("TEST_WORST", 0)):
+        raise ValueError("too small")
+    return configs
+
+
+def grid(meta):"""
 
 
 @pytest.fixture
@@ -205,6 +218,31 @@ def test_a_record_that_cannot_be_read_leaves_out_only_its_own_call(
         assert len(left_out) == 1
         assert "scale" in {each["kernel"] for each in data["tunings"]}
     assert len(safetune.json("coverage")["calls"]) == len(data["tunings"]) + len(data["left_out"])
+
+
+def test_a_recorded_call_that_pruning_cannot_take_leaves_out_only_itself(
+    safetune: Any, fresh_process: FreshProcess, targets: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Regression: it ended the sweep before the first tuning."""
+    key = 'key=["n", "DTYPE", "ZERO"]'
+    text = (targets / "recorded.py").read_text()
+    text = text.replace(key, f"{key}, prune_configs_by={{'early_config_prune': prune}}")
+    text = text.replace("def grid(meta):", PRUNE)
+    (tmp_path / "pruned.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
+    done = fresh_process("import pruned; pruned.call_all()", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("TEST_WORST", "100")
+
+    data = safetune.json("tune", "--recorded", "--dry-run")
+
+    planned = [(each["kernel"], each["shape"]) for each in data["tunings"]]
+    assert planned == [("scale", "n=200, DTYPE=float32, ZERO=True"), ("gather", "n=100")]
+    reasons = [each["reason"] for each in data["left_out"] if each["call"].startswith("scale ")]
+    assert len(reasons) == 1
+    place = rf"{tmp_path / 'pruned.py'}:\d+"
+    assert re.fullmatch(rf"it cannot be tuned \(ValueError: too small \({place}\)\)", reasons[0])
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from safetune import Workload, safetune
+from safetune.errors import WorkloadError
 from safetune.inputs.compile_spec import CallerSpecs
 from safetune.offline import plan, tasks
 from safetune.outcome import Binary
@@ -95,6 +96,19 @@ def test_an_argument_that_is_not_specialised_makes_no_binary_of_its_own() -> Non
 
     assert found.compilations == 2
     assert plan.compile_ahead(found.tunings) == {}
+
+
+def test_what_cannot_be_made_again_ends_no_other_tuning() -> None:
+    """Regression: its error ended a sweep, and each process of one, before the first tuning."""
+    found = planned(100, 320, 1)
+
+    def fail() -> tasks.Task:
+        raise WorkloadError("no memory")
+
+    first, second, third = found.tunings
+    broken = replace(second, sketch=replace(second.sketch, make=fail))
+    (ahead,) = plan.compile_ahead((first, broken, third)).values()
+    assert len(ahead) == 2, "what the third one needs"
 
 
 def test_what_later_keys_compile_is_known_when_the_first_one_begins() -> None:

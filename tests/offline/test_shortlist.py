@@ -152,11 +152,9 @@ def test_a_list_is_not_made_so_short_that_a_measured_key_is_slower() -> None:
 
 def test_a_longer_list_is_also_judged_on_keys_that_it_was_not_made_from() -> None:
     keys = measured(*[{"a": 1.0, "b": 1.015}] * 2, {"a": 1.5, "b": 1.0})
-    alone, both = (shortlist.held_out(keys, 0.02, keep) for keep in (0, 2))
-    assert alone is not None
-    assert both is not None
-    assert alone.worst == 1.5
-    assert both.worst == 1.0, "b was second-best elsewhere"
+    found = shortlist.held_out(keys, 0.02, [0, 2])
+    assert found[0].worst == 1.5
+    assert found[2].worst == 1.0, "b was second-best elsewhere"
 
 
 def test_a_key_is_judged_by_a_list_that_was_not_made_from_it() -> None:
@@ -166,13 +164,23 @@ def test_a_key_is_judged_by_a_list_that_was_not_made_from_it() -> None:
     all_of_them = shortlist.cost(keys, shortlist.shortest(keys, 0.01).kept)
     assert (all_of_them.worst, all_of_them.failed) == (1.0, 0)
 
-    found = shortlist.held_out(keys, 0.01)
-    assert found is not None
+    found = shortlist.held_out(keys, 0.01)[0]
     assert found.keys == 10
     assert found.failed == 1, "no list that was made without the last key has c"
     assert found.worst == 1.5
     assert found.mean == pytest.approx(math.exp(math.log(1.5) / 9))
-    assert shortlist.held_out(keys[:1], 0.01) is None
+    assert shortlist.held_out(keys[:1], 0.01) == {}
+
+
+def test_the_lists_for_held_out_keys_have_one_time_limit_together() -> None:
+    """Regression: each of 20 lists had the whole limit, and again for each length."""
+    keys = measured(*[{"a": 1.0, "b": 1.5 + n} for n in range(60)])
+    begin_and_two_parts = iter([0.0, 1.0, 2.0])
+    late = lambda: next(begin_and_two_parts, math.inf)  # noqa: E731
+    found = shortlist.held_out(keys, 0.01, [0, 2], late)
+    assert {keep: cost.keys for keep, cost in found.items()} == {0: 6, 2: 6}, "two of 20 parts"
+    begun = iter([0.0])
+    assert shortlist.held_out(keys, 0.01, [0, 2], lambda: next(begun, math.inf)) == {}
 
 
 def test_the_last_trial_of_each_config_counts_and_only_a_time_that_says_something() -> None:
