@@ -31,8 +31,8 @@ _DEVICE = (
 _LAUNCHED = "config, settings, as_launched, "
 _FOUND = "binary, run, head, together, rest, kernel"
 
-#: No memory of a device is at or below this address; a tensor whose memory was freed has its offset
-#: there as its address.
+#: The address of a tensor whose memory was freed is its offset in that memory. Addresses of devices
+#: are larger than this; one that is not is left to the checks of the caller.
 _LOW = 0xFFFFFFFF
 
 

@@ -83,7 +83,7 @@ def race(
             else:
                 rounds[index].append(outcome.timing)
         late = turn + 1 >= MIN_ROUNDS and time.perf_counter() - start > _LIMIT_S
-        # Not one that was beaten: its rounds may be of a faster clock than the others' have now.
+        # Without those that were beaten: the clock may have been faster in their few rounds.
         current = {index: rounds[index] for index in running}
         if not running or late or clear(current):
             break
