@@ -151,9 +151,8 @@ def check_writable() -> None:
     if directory is not None:
         store = Store.open(directory, settings.wait_s)
         with contextlib.closing(store), store.connection.transaction() as connection:
-            connection.execute(
-                "DELETE FROM trial WHERE 0"
-            )  # SQLite also begins where it only reads
+            # SQLite begins a transaction also where it can only read.
+            connection.execute("DELETE FROM trial WHERE 0")
 
 
 def shared_directory(writes: bool = False) -> Directory | None:
