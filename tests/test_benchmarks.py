@@ -37,7 +37,6 @@ RESULTS = sorted(FOLDER.rglob("*.json"))
 IN_WORDS = {
     "NVIDIA_H100_80GB_HBM3/fused_moe_sweep.json",
     "NVIDIA_H100_80GB_HBM3/triton_3.9.0/first_tuning.json",
-    "interpreter/fleet.json",
 }
 
 
