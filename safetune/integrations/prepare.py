@@ -106,7 +106,8 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
             measuring_child.drop_idle(index)
     return PrepareReport(
         keys=tuple(launched.report() for launched in launches.seen.values()),
-        tunings=reporting.tunings_made() - tunings,
+        # One that was under way may have failed, or found the choice of another process.
+        tunings=max(reporting.tunings_made() - tunings, 0),
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
         seconds=time.monotonic() - begin,
