@@ -203,7 +203,7 @@ def test_the_command_imports_no_library_of_the_working_directory(
     assert process.returncode == 0
 
 
-def test_nor_does_a_worker(
+def test_a_worker_imports_no_library_of_the_working_directory(
     wrong_ones: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: all workers of --devices ended at once, though `safetune` itself worked there."""

@@ -69,10 +69,11 @@ def test_a_claim_on_a_full_server_is_to_be_made_again(full: Full, layer: SharedL
     assert "too many clients already" in claim.later
     assert layer._budget.spend() == left_s
     full.let_go()
-    claim, warned = said(lambda: layer.claim(SPACE, key().digest, LIST, force=False))
+    while claim.later:  # the server closes connections in its own time
+        claim, warned = said(lambda: layer.claim(SPACE, key().digest, LIST, force=False))
+        assert warned == []
     assert claim.lease is not None
     assert not isinstance(claim.lease, NoLease)
-    assert warned == []
 
 
 @pytest.mark.slow
