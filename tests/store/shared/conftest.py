@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
@@ -111,6 +112,21 @@ def database(server: Any, tmp_path: Path) -> str:
     with psycopg.connect(server.url(), autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")
     return str(server.url(name))
+
+
+class Clock:
+    """A clock that goes on by itself, and by leaps."""
+
+    def __init__(self) -> None:
+        self.leapt_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.leapt_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 class Full:

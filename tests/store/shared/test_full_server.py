@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,24 +24,9 @@ from safetune.store.shared.postgres import Postgres  # noqa: E402
 from safetune.store.shared.protocol import NoLease, TryLater  # noqa: E402
 from safetune.tuning import single_flight  # noqa: E402
 
-from .conftest import LIST, SPACE, Full, Proxy, choice, key, stored  # noqa: E402
+from .conftest import LIST, SPACE, Clock, Full, Proxy, choice, key, stored  # noqa: E402
 
 WITHOUT_LIMIT_S = 600.0
-
-
-class Clock:
-    """A clock that goes on by itself, and by leaps."""
-
-    def __init__(self) -> None:
-        self.leapt_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.leapt_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

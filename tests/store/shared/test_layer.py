@@ -25,7 +25,7 @@ from safetune.store.shared.layer import BUDGET_S, RETRY_S, SharedLayer, open_sha
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.protocol import NoLease, SharedStore
 
-from .conftest import LIST, ROOT, SPACE, Children, Proxy, choice, key, stored, tuned
+from .conftest import LIST, ROOT, SPACE, Children, Clock, Proxy, choice, key, stored, tuned
 
 
 def wait_until_on(layer: SharedLayer) -> None:
@@ -44,21 +44,6 @@ def ends(within_s: int) -> Iterator[None]:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-class Clock:
-    """A clock that goes on by itself, and by leaps."""
-
-    def __init__(self) -> None:
-        self.leapt_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.leapt_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 class Waits(IOThread):
