@@ -29,6 +29,7 @@ class Bar:
         better: `smaller` or `greater`.
         bar: the value that must be reached; None where there is an aim only.
         aim: the value that is meant to be reached; None where there is a bar only.
+        device: whose figure counts where the card that is asked about has none.
     """
 
     group: str
@@ -37,6 +38,7 @@ class Bar:
     better: str
     bar: float | None = None
     aim: float | None = None
+    device: str = ""
 
     def verdict(self, value: float | None) -> str:
         """Return `met`, `missed` or `absent`; `no bar` where there is an aim only."""
@@ -96,6 +98,8 @@ def report(bars: Sequence[Bar], folder: Path) -> list[dict[str, Any]]:
     lines = []
     for bar in bars:
         value = recording.stored_figures(folder, bar.bench).get(bar.figure)
+        if value is None and bar.device:
+            value = recording.stored_figures(folder.parent / bar.device, bar.bench).get(bar.figure)
         lines.append(
             {
                 "group": bar.group,

@@ -17,7 +17,7 @@ class Proof:
         package: what the shim is put into: an installed package, or a folder of the sources.
         first: the test that is the first step.
         tests: the arguments for pytest that select all tests.
-        options: those that the first test needs, too.
+        options: for pytest, without which none of the tests runs.
     """
 
     name: str
@@ -26,6 +26,10 @@ class Proof:
     first: str
     tests: tuple[str, ...]
     options: tuple[str, ...] = ()
+
+    def arguments(self, state: str) -> tuple[str, ...]:
+        """Return pytest's arguments for all tests, or for the first step alone."""
+        return (*(self.tests if state == "all" else (self.first,)), *self.options)
 
 
 #: FLA refuses the gated delta rule's backward pass on an H100 with Triton 3.4 to 3.7.0, which gets
@@ -127,10 +131,9 @@ PROOFS = (
         f"{FP8}::test_matmul[fp8_M16_N1024_K2048_b128x128_bf16]",
         (
             FP8,
-            "-p",
-            "proof_hub",
             "-k",
             "fp8_M16 and not compile and not mxfp8 or mxfp8_M32_N256_K512_bf16 and not compile",
         ),
+        options=("-p", "proof_hub"),
     ),
 )

@@ -159,7 +159,6 @@ class Bench:
 
     def run(self, proof: Proof, way: str, state: str) -> Row:
         """Run tests in a fresh process; return their outcomes and what safetune has to say."""
-        tests = proof.tests if state == "all" else (proof.first, *proof.options)
         own = self.folder / re.sub(r"\W+", "_", proof.name)
         store = own / f"store-{way}"
         own.mkdir(parents=True, exist_ok=True)
@@ -180,7 +179,8 @@ class Bench:
             env["PROOF_ALONE"] = str(self.folder / "alone")
         command = [sys.executable, *(["-m", "safetune", "run"] if way == "run" else [])]
         command += ["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", "."]
-        command += ["-p", "no:cacheprovider", "-p", "proof_report", "--tb=short", *tests]
+        command += ["-p", "no:cacheprovider", "-p", "proof_report", "--tb=short"]
+        command += proof.arguments(state)
         before, start = tunings(store), time.monotonic()
         ended, output = _output(command, env, self.sources / proof.folder, self.deadline - start)
         report.with_suffix(".txt").write_text(" ".join(command) + "\n" + output)
@@ -290,8 +290,9 @@ def run(bench: Bench, options: argparse.Namespace, done: set[str]) -> Iterator[R
                 every.append(future)
         for future in as_completed(every):
             row = future.result()
-            if not row["ended"]:
-                print(row["part"], "did not end; see its output in --caches")
+            if not (row["ended"] and row["outcomes"]):
+                how = "reported no test" if row["ended"] else "did not end"
+                print(row["part"], f"{how}; see its output in --caches")
             if row["outcomes"]:
                 yield row
 

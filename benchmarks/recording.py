@@ -223,14 +223,15 @@ def _output(command: list[str]) -> str:
 
 
 def command() -> str:
-    """Return the command line of this run, script relative to the checkout, without folders."""
+    """Return the command line of this run: no path of this machine is in it."""
     script = os.path.relpath(sys.argv[0], ROOT)
     arguments = list(sys.argv[1:])
     for option in ("--out", "--caches"):
         if option in arguments:
             place = arguments.index(option)
             del arguments[place : place + 2]
-    return shlex.join(["python", script, *arguments])
+    named = ["DIR" if os.path.isabs(argument) else argument for argument in arguments]
+    return shlex.join(["python", script, *named])
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -1203,6 +1203,20 @@ def test_bars_say_what_is_met_missed_and_absent(
     assert "tuning, choice, launch, store, norms" in capsys.readouterr().err
 
 
+def test_a_card_without_a_figure_has_that_of_the_bar_s_device(
+    bars: ModuleType, tmp_path: Path
+) -> None:
+    bar = bars.Bar("tuning", "sweep", "first_key_s", "smaller", 100.0, device="OTHER_GPU")
+    write_figures(tmp_path / "OTHER_GPU", "sweep", first_key_s=70.0)
+    (line,) = bars.report([bar], tmp_path / "A_GPU")
+    assert (line["value"], line["verdict"]) == ("70", "met")
+    write_figures(tmp_path / "A_GPU", "sweep", first_key_s=130.0)
+    (line,) = bars.report([bar], tmp_path / "A_GPU")
+    assert (line["value"], line["verdict"]) == ("130", "missed")
+    (line,) = bars.report([replace(bar, device="")], tmp_path / "NO_GPU")
+    assert line["verdict"] == "absent"
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -1351,6 +1365,14 @@ def test_a_committed_result_names_a_command_of_the_repository() -> None:
         assert not re.search(r"(^|[\s=])/|\.\./", command), name
         can_be_pasted = re.fullmatch(r"[\w./-]+( [\w./-]+)*", command)
         assert bool(can_be_pasted) is (name not in IN_WORDS), f"{name}: {command}"
+
+
+def test_a_command_has_no_path_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = importlib.import_module("recording")
+    script = str(recording.ROOT / "benchmarks" / "proofs.py")
+    given = ["--sources", "/data/sources", "--out", "/data/out", "--only", "fp8"]
+    monkeypatch.setattr(sys, "argv", [script, *given])
+    assert recording.command() == "python benchmarks/proofs.py --sources DIR --only fp8"
 
 
 def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:

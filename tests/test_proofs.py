@@ -145,4 +145,8 @@ def test_the_tests_of_each_proof_have_its_first_step(proofs: ModuleType) -> None
     assert len(set(names)) == len(names) == 13
     for proof in proofs.PROOFS:
         assert proof.first.partition("::")[0] == proof.tests[0].partition("::")[0]
+        # What loads a plugin is for the first step, too.
+        assert "-p" not in proof.tests
+        assert proof.arguments("cold") == (proof.first, *proof.options)
+        assert proof.arguments("all") == (*proof.tests, *proof.options)
         assert proof.folder in json.dumps(proofs.VERSIONS)
