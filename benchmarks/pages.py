@@ -285,17 +285,30 @@ def sweep_searches(results: Results) -> str:
 
 def other_searches(results: Results) -> str:
     """Return the same of the kernels on which the search was not tried when it was made."""
+    bench, every = "search_replay_others", _with_every_config(results)
+    moe = {"fused_moe_bf16": "SGLang's fused MoE, bf16, 1,920"}
     spaces = {
-        "fused_moe_bf16": "SGLang's fused MoE, bf16, 1,920",
-        "fused_moe_fp8": "SGLang's fused MoE, fp8, 1,920",
         "attention": "attention, 328",
         "norm_backward": "layer norm backward, 288",
         "chunk": "chunk of GLA, 256",
     }
-    return _searches(results, "search_replay_others", spaces)
+    rows = _search_rows(every, bench, moe)
+    source = _source(every, bench) if rows else ""
+    rows += _search_rows(results, bench, spaces)
+    return _section(results, bench, _table(_SEARCH_HEADS, rows), source)
+
+
+_SEARCH_HEADS = (
+    *("configs of", "tried", "chosen by"),
+    *("slower than the best: median", "90th percentile"),
+)
 
 
 def _searches(results: Results, bench: str, spaces: Mapping[str, str]) -> str:
+    return _section(results, bench, _table(_SEARCH_HEADS, _search_rows(results, bench, spaces)))
+
+
+def _search_rows(results: Results, bench: str, spaces: Mapping[str, str]) -> list[list[str]]:
     found = results.figures(bench)
     words = {
         "random": "random subset",
@@ -303,7 +316,7 @@ def _searches(results: Results, bench: str, spaces: Mapping[str, str]) -> str:
         "search_neighbours": "search, two neighbouring keys measured",
         "search_sweep": "search, in a sweep; 100 for the first two keys",
     }
-    rows = [
+    return [
         [space, f"{budget}", strategy, *(f"{found[f'{name}_{part}']:.1%}" for part in parts)]
         for key, space in spaces.items()
         for budget in (32, 100)
@@ -311,8 +324,6 @@ def _searches(results: Results, bench: str, spaces: Mapping[str, str]) -> str:
         for name, parts in [(f"{key}_{known}_{budget}", ("median", "p90"))]
         if f"{name}_median" in found
     ]
-    heads = ("configs of", "tried", "chosen by", "slower than the best: median", "90th percentile")
-    return _section(results, bench, _table(heads, rows))
 
 
 def start(results: Results) -> str:
