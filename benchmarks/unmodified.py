@@ -5,7 +5,9 @@ process: `cold` with empty caches of its own, `warm` with what the cold one left
 compile cache, the timings that FLA has Triton keep beside it, safetune's store. One cold run of
 each, as that of triton.autotune takes three to six minutes on an H100's host; the warm ones
 alternate.
-`off` is by how much results differ from those of the first process, over each one's largest value.
+Each collects garbage before the step, as a full collection, which takes tenths of a second, would
+else fall into the step of one tuner and not of the other. `off` is by how much results differ from
+those of the first process, over each one's largest value.
 
 `--stored` measures the warm runs alone, as unmodified_stored.json. What is stored before them is
 not timed, and cheap: every tuner has the first `CONFIGS` configs of its list only, then and in the
