@@ -8,10 +8,11 @@ size that another argument was computed from does (see `launch_usage`).
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,15 +23,18 @@ from safetune.keys.source_text import (
     Scope,
     Use,
     definition_line,
+    dotted,
     is_foreign,
+    last_name,
     source_of,
     stores,
     tree_of,
+    walk,
 )
 from safetune.keys.text_facts import facts_of
 
-#: Calls that use the matrix units; those with `mma` in their name are Gluon's.
-_MATRIX_PRODUCT = re.compile(r"\b(?:dot|dot_scaled|\w*mma\w*)\s*\(")
+#: Functions that use the matrix units; those with `mma` in their name are Gluon's.
+_MATRIX_PRODUCT = re.compile(r"dot|dot_scaled|\w*mma\w*")
 
 
 class Usage:
@@ -85,17 +89,29 @@ def multiplies_matrices(kernel: Any) -> bool:
         if jit.fn in seen:
             continue
         seen.add(jit.fn)
-        text = source_of(jit) or ""
-        if not can_be_followed(jit) or _MATRIX_PRODUCT.search(text):
+        if not can_be_followed(jit):
             return True
-        scope = Scope(jit.fn)
-        stored = {name for _, name in stores(tree_of(text))}
-        names = {*facts_of(text).names} - stored
+        text = source_of(jit) or ""
+        scope, tree = Scope(jit.fn), tree_of(text)
+        names = {*facts_of(text).names} - {name for _, name in stores(tree)}
         values = {name: scope.value_of(name) for name in names - set(dir(builtins))}
-        if MISSING in values.values():
+        if MISSING in values.values() or _names_product(tree, values):
             return True
         pending += [v for v in values.values() if hasattr(v, "fn") and not is_foreign(v.fn)]
     return False
+
+
+def _names_product(tree: ast.AST, values: Mapping[str, Any]) -> bool:
+    """Whether a text names a function that multiplies matrices, given what its free names are.
+
+    The body of a function that can be followed tells more than its name.
+    """
+    called = [node.func for node in walk(tree) if isinstance(node, ast.Call)]
+    names = {last_name(each) for each in called if dotted(each) not in values}
+    for name, value in values.items():
+        if callable(value) and not can_be_followed(value):
+            names |= {name.rpartition(".")[2], getattr(value, "__name__", "")}
+    return any(map(_MATRIX_PRODUCT.fullmatch, names))
 
 
 def can_be_followed(callee: Any) -> bool:

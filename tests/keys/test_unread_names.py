@@ -22,6 +22,8 @@ import triton
 from safetune import safetune
 from safetune.keys.key_names import KeyReport
 from safetune.keys.launches import importers, launches_of
+from safetune.lint.check import check
+from safetune.lint.rules import RULES
 from safetune.settings import PhantomPolicy
 from tests.conftest import FreshProcess
 from tests.keys import phantom_kernels
@@ -255,6 +257,11 @@ def test_without_a_launch_a_matrix_product_keeps_what_may_be_a_size(load: Load) 
 
 PRODUCT = """
 import torch
+from triton.language import dot as product
+
+@jit
+def load_gamma(a):
+    return tl.load(a)
 
 @jit
 def multiply(a, b):
@@ -290,13 +297,29 @@ ROWS = "kernel[(1,)](a, b, N=K, M_HINT=triton.next_power_of_2(M))"
         ("a * b", "tl.sum(a)", "phantom"),
         ("tl.dot(a, b)", "a", "phantom"),
         ("a * b", "not_there_yet(a, b)", "size"),
+        ("a * b  # as tl.dot(a, b)", "a", "phantom"),
+        ("a * b", "a + 'no tl.dot(a, b)'", "phantom"),
+        ("a * b  # not tl.dot_scaled(a, b)", "through(a, b)", "phantom"),
+        ("tl.static_assert(a > b, 'tl.dot(a, b) needs 16 rows')", "multiply(a, b)", "phantom"),
+        ("a * b", "load_gamma(a)", "phantom"),
+        ("product(a, b)", "multiply(a, b)", "size"),
+        ("a * b", "(tl.dot)(a, b)", "size"),
+        ("tl.\\\n        dot(a, b)", "multiply(a, b)", "size"),
+        ("a * b", "a.warpgroup_mma(b)", "size"),
     ],
 )
 def test_a_size_is_kept_for_a_matrix_product_alone(
-    load: Load, product: str, call: str, expected: str
+    load: Load, tmp_path: Path, product: str, call: str, expected: str
 ) -> None:
+    """The text was searched for `dot(`, which comments and messages have, and `gamma(` ends in."""
     text = PRODUCT.format(product=product, call=call, launch=ROWS)
     assert kinds(load(text).kernel, ["N", "M_HINT"])["M_HINT"] == expected
+    written = tmp_path / "lint" / "kernels.py"
+    written.parent.mkdir()
+    tuner = '@triton.autotune(configs=[triton.Config({"BLOCK": 64})], key=["N", "M_HINT"])\n'
+    text = text.replace("@jit\ndef kernel", f"{tuner}@triton.jit\ndef kernel")
+    written.write_text(phantom_kernels.HEADER + text.replace("@jit", "@triton.jit"))
+    assert [finding.rule for finding in check([written], RULES)[0]] == [expected]
 
 
 #: (name, the value of M_HINT, whether it is kept for a kernel with tl.dot)
@@ -360,8 +383,8 @@ def test_the_report_names_the_rule_and_the_launch(load: Load) -> None:
         names = report(module.kernel, ["N", "M_HINT"]).names
         reasons.append(names[1].reason.replace(Path(str(module.__file__)).name, "FILE"))
     assert reasons == [
-        "nothing reads it; made of M at FILE:25, which may decide a tile of tl.dot; kept",
-        "nothing reads it; made of M at FILE:25, but the kernel has no tl.dot; dropped",
+        "nothing reads it; made of M at FILE:30, which may decide a tile of tl.dot; kept",
+        "nothing reads it; made of M at FILE:30, but the kernel has no tl.dot; dropped",
     ]
     launch = "kernel[(1,)](x, T, D=head_dim, NB=1, BLOCK_D=BLOCK_D, BS=1)"
     module = load(NORM.replace("{launch}", launch).replace("from elsewhere", "# from"))
