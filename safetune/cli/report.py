@@ -57,7 +57,7 @@ class Report:
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         self.left_out: list[Any] = []  # recorded calls, each in `words`, with the `reason`
         self.left = 0  # to other shards
-        self._not_begun: dict[tuple[str, ...], str] = {}  # by what a worker told
+        self._not_begun: dict[tuple[str, ...], dict[str, str]] = {}
         self._planned = 0
 
     def begin(self, plan: Plan) -> None:
@@ -80,8 +80,7 @@ class Report:
             _tell_left_out(left for left in told if left not in self.left_out)
             self.left_out = told
         if "not_begun" in event:
-            told = event["not_begun"]
-            self._not_begun[_name(told)] = " ".join(told[each] for each in OF_TITLE)
+            self._not_begun[_name(event["not_begun"])] = event["not_begun"]
         if "facts" not in event:
             return
         import msgspec
@@ -127,16 +126,23 @@ class Report:
 
     def add_not_begun(self, turn: Turn[Planned], error: Exception) -> None:
         """Note a tuning that could not begin; another worker may still make it."""
-        sketch = turn.item.sketch
-        echo(f"not tuned: {sketch.words}: {describe(error)}", err=True)
+        sketch, reason = turn.item.sketch, describe(error)
+        echo(f"not tuned: {sketch.words}: {reason}", err=True)
+        names = {name: getattr(sketch, name) for name in OF_TITLE}
+        told = {**names, "key": turn.item.key, "reason": reason}
+        self._not_begun[_name(told)] = told
         if self.tell is not None:
-            names = {name: getattr(sketch, name) for name in OF_TITLE}
-            self.tell({"not_begun": {**names, "key": turn.item.key}})
+            self.tell({"not_begun": told})
+
+    @property
+    def not_begun(self) -> list[dict[str, str]]:
+        """The tunings that no process could begin, and why."""
+        tuned = {_name(facts) for facts, _ in self.tuned}
+        return [told for name, told in self._not_begun.items() if name not in tuned]
 
     def check_begun(self) -> None:
         """Raise `SafetuneError` if no worker could begin a tuning."""
-        tuned = {_name(facts) for facts, _ in self.tuned}
-        if words := [self._not_begun[name] for name in self._not_begun if name not in tuned]:
+        if words := [" ".join(map(told.__getitem__, OF_TITLE)) for told in self.not_begun]:
             raise SafetuneError(
                 f"{counted(len(words), 'tuning')} could not begin, for the reasons above: "
                 f"{', '.join(words)}; the rest of the list is done and stored"
@@ -197,6 +203,7 @@ class Report:
             "measured": self._measured,
             "tunings": [tuning for tuning, _ in self.tuned],
             "trials": trials,
+            "not_begun": self.not_begun,
             "left_out": left_out_data(self.left_out),
         }
 
@@ -227,6 +234,7 @@ class Report:
             + (f", {failed} without a working config" if failed else "")
             + (f" ({stored} by stored outcomes: --force to measure again)" if stored else "")
             + (f", {disputed} with a disputed result" if disputed else "")
+            + (f", {len(self.not_begun)} not begun" if self.not_begun else "")
             + (f", {self.left} left to other shards" if self.left else "")
         )
 

@@ -131,7 +131,7 @@ def tune_command(**given: Any) -> None:
                 if failed and tell is None:  # a worker has told its parent
                     raise failed[0]
     except Exception:
-        if report.tuned or report.left_out:
+        if report.tuned or report.left_out or report.not_begun:
             report.print(options.as_json)
         raise
     if options.dry_run:

@@ -174,6 +174,11 @@ def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
     assert sorted(dict(tuned)) == ["large", "small"], "of the other kernel, though it comes first"
     assert all(dict(tuned).values()), errors
     reason = f"{raised}ValueError: full ({file}:"
+    (not_begun,) = data["not_begun"]
+    assert not_begun["reason"].startswith(reason)
+    assert not_begun["key"] not in {each["key"] for each in data["tunings"]}
+    names = ("kernel", "shape", "dtype")
+    assert [not_begun[name] for name in names] == ["kernel", "small", "float16"]
     assert f"not tuned: kernel small float16: {reason}" in errors
     last = errors.splitlines()[-1]
     if options:
@@ -184,6 +189,23 @@ def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
         assert "drops out" not in errors
     else:
         assert last.startswith(f"Error: {reason}")
+
+
+def test_the_only_tuning_could_not_begin(safetune: Any, targets: Path, tmp_path: Path) -> None:
+    """Its reason was on standard error alone."""
+    line, raised = POISONED["pruning"]
+    text = (targets / "add.py").read_text().replace("def make_twice():\n", POISON)
+    pruned = " prune_configs_by={'early_config_prune': poison},"
+    file = tmp_path / "alone.py"
+    file.write_text(text.replace(line, line + pruned))
+    found = safetune("tune", f"{file}:kernel", "--json")
+    data = json.loads(found.stdout)
+    assert (found.exit_code, data["tunings"], data["measured"]) == (2, [], 0)
+    assert [each["reason"][: len(raised)] for each in data["not_begun"]] == [raised]
+    file.write_text(file.read_text() + "\n")  # imported anew, so that it raises at the second call
+    found = safetune("tune", f"{file}:kernel")
+    assert "0 tunings, 0 configs measured, 1 not begun" in found.stdout
+    assert (found.exit_code, found.stderr.count(raised)) == (2, 2)
 
 
 @pytest.fixture
