@@ -55,7 +55,8 @@ class Report:
         self._everything = everything
         self.tell = tell
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
-        self.left_out: list[Any] = []  # recorded calls, each in `words`, with the `reason`
+        #: Recorded calls, each in `words`, with the `reason`, and whether they `failed`.
+        self.left_out: list[Any] = []
         self.left = 0  # to other shards
         self._not_begun: dict[tuple[str, ...], dict[str, str]] = {}
         self._planned = 0
@@ -64,7 +65,8 @@ class Report:
         """Note how many tunings there are, and which recorded calls are not among them."""
         self._planned = len(plan.tunings)
         if self.tell is not None:
-            left_out = [{"words": left.words, "reason": left.reason} for left in self.left_out]
+            names = ("words", "reason", "failed")
+            left_out = [{name: getattr(left, name) for name in names} for left in self.left_out]
             self.tell({"planned": self._planned, "new": plan.new, "left_out": left_out})
         elif plan.tunings:  # it may take hours until the end says it
             _tell_left_out(self.left_out)
@@ -179,6 +181,7 @@ class Report:
         """Print everything; return the exit code."""
         tunings = [tuning for tuning, _ in self.tuned]
         failed = sum(tuning["choice"] is None for tuning in tunings)
+        refused = any(left.failed for left in self.left_out)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
         nothing = self.left_out and not tunings
         if self.tell is None and as_json:
@@ -186,7 +189,8 @@ class Report:
         elif self.tell is None:
             self._print(stdout_console(), failed, disputed)
             _tell_left_out(self.left_out, err=False)
-        return 1 if failed or nothing or (disputed and not self._allow_disputed) else 0
+        wrong = failed or refused or nothing or (disputed and not self._allow_disputed)
+        return 1 if wrong else 0
 
     def _data(self) -> dict[str, Any]:
         trials = [
@@ -228,13 +232,14 @@ class Report:
             console.print(f"configs that failed: {causes}{hint}")
         known = sum(bool(_news(tuning)) for tuning, _ in self.tuned)
         stored = sum(not (each["choice"] or each["measured"]) for each, _ in self.tuned)
+        not_begun = len(self.not_begun) + sum(left.failed for left in self.left_out)
         console.print(
             f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
             + (f", {known} already tuned (--force to measure again)" if known else "")
             + (f", {failed} without a working config" if failed else "")
             + (f" ({stored} by stored outcomes: --force to measure again)" if stored else "")
             + (f", {disputed} with a disputed result" if disputed else "")
-            + (f", {len(self.not_begun)} not begun" if self.not_begun else "")
+            + (f", {not_begun} not begun" if not_begun else "")
             + (f", {self.left} left to other shards" if self.left else "")
         )
 

@@ -23,6 +23,7 @@ from safetune.cli.report import Report
 from safetune.cli.stored import check_writable
 from safetune.errors import (
     Busy,
+    InvalidConfig,
     KernelNotTransferable,
     NotExclusive,
     NothingToMeasure,
@@ -40,7 +41,13 @@ if TYPE_CHECKING:
     from safetune.tuning.requests import SearchBudget
 
 #: What keeps a tuning from its begin, and says nothing of the others.
-_OF_ONE_KEY = (WorkloadError, KernelNotTransferable, TargetError, NothingToMeasure)
+_OF_ONE_KEY = (
+    InvalidConfig,
+    KernelNotTransferable,
+    NothingToMeasure,
+    TargetError,
+    WorkloadError,
+)
 
 
 @command(
@@ -100,8 +107,8 @@ def tune_command(**given: Any) -> None:
     imported.
 
     Exits with 1 if a kernel has no working config, if its configs disagree about the result and
-    nothing shows which are right, or if no recorded call can be tuned; with 2 if outcomes cannot
-    be stored.
+    nothing shows which are right, if a kernel refuses a recorded call, or if no recorded call can
+    be tuned; with 2 if a tuning cannot begin or outcomes cannot be stored.
     """
     options = SimpleNamespace(**given)
     if options.worker:  # it has the command line of its parent

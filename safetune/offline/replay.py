@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from safetune.config import config_digest
-from safetune.errors import NothingToMeasure, SafetuneError, TargetError, from_signal_handler
+from safetune.errors import (
+    NoDevice,
+    NothingToMeasure,
+    SafetuneError,
+    StoreError,
+    TargetError,
+    WorkerUnavailable,
+    from_signal_handler,
+)
 from safetune.frozen import dataclass
 from safetune.inputs import call_description
 from safetune.inputs.workload import Workload
@@ -29,11 +37,12 @@ class LeftOut:
 
     call: RecordedCall
     reason: str  # on one line
+    failed: bool = False  # whether its kernel refuses it as it is declared now
 
     @classmethod
-    def because(cls, call: RecordedCall, reason: object) -> LeftOut:
+    def because(cls, call: RecordedCall, reason: object, failed: bool = False) -> LeftOut:
         """Leave a call out."""
-        return cls(call, one_line(str(reason)))
+        return cls(call, one_line(str(reason)), failed)
 
     @property
     def words(self) -> str:
@@ -43,6 +52,9 @@ class LeftOut:
         except (KeyError, TypeError, ValueError):
             return self.call.name
 
+
+#: What is wrong with all calls.
+_OF_ALL_CALLS = (NoDevice, StoreError, WorkerUnavailable)
 
 #: A recorded call, and its kernel, which was found.
 Rebuildable = tuple[RecordedCall, OfflineKernel]
@@ -69,6 +81,10 @@ def sort_out(
             found.append((call, kernel))
         except _NotHere as error:
             left_out.append(LeftOut.because(call, error))
+        except _OF_ALL_CALLS:
+            raise
+        except SafetuneError as error:
+            left_out.append(LeftOut.because(call, error, failed=True))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             left_out.append(LeftOut.because(call, f"its record cannot be read: {error!r}"))
     return found
@@ -87,8 +103,10 @@ def sketches(
             left_out.append(LeftOut.because(call, reason))
         except (_NotHere, NothingToMeasure) as error:
             left_out.append(LeftOut.because(call, error))
-        except SafetuneError:  # as want of a device, it is of all calls
+        except _OF_ALL_CALLS:
             raise
+        except SafetuneError as error:  # as a config that sets what the call passes
+            left_out.append(LeftOut.because(call, error, failed=True))
         except Exception as error:
             if from_signal_handler(error):
                 raise

@@ -51,7 +51,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 def test_what_the_workers_leave_out_is_told_once_before_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    left_out = [{"words": "add for n=1", "reason": "it has changed"}]
+    left_out = [{"words": "add for n=1", "reason": "it has changed", "failed": False}]
     report = Report(allow_disputed=False)
 
     for name in ("GPU 0", "GPU 1"):

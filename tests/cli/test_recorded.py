@@ -17,6 +17,7 @@ from safetune.store.local.store import Store
 from safetune.store.records import RecordedCall
 
 if TYPE_CHECKING:
+    from tests.cli.conftest import Start
     from tests.conftest import FreshProcess
 
 #: A pruning function for `targets/recorded.py`, and the line that it is put before.
@@ -243,6 +244,82 @@ def test_a_recorded_call_that_pruning_cannot_take_leaves_out_only_itself(
     assert len(reasons) == 1
     place = rf"{tmp_path / 'pruned.py'}:\d+"
     assert re.fullmatch(rf"it cannot be tuned \(ValueError: too small \({place}\)\)", reasons[0])
+
+
+@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
+def test_a_recorded_call_that_passes_what_all_configs_set_leaves_out_only_itself(
+    start: Start, fresh_process: FreshProcess, targets: Path, tmp_path: Path, options: Any
+) -> None:
+    """Regression: `Conflicting meta-parameters` ended the sweep before the first tuning."""
+    text, file = (targets / "recorded.py").read_text(), tmp_path / "refusing.py"
+    file.write_text(text)
+    env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
+    done = fresh_process("import refusing; refusing.call_all()", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    changed = text.replace(
+        "configs=CONFIGS", "configs=[triton.Config({'BLOCK': 64, 'by': 2.0})]", 1
+    )
+    file.write_text(changed)
+
+    words = ("tune", "--recorded", *options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start(*words, "--json", env={}, cwd=tmp_path, **pipes)
+    output, errors = process.communicate()
+
+    data = json.loads(output)
+    assert process.returncode == 1, errors
+    tuned = [(each["kernel"], bool(each["choice"])) for each in data["tunings"]]
+    assert tuned == [("gather", True)], errors
+    refused = [each for each in data["left_out"] if each["call"].startswith("scale ")]
+    reason = (
+        "Conflicting meta-parameters: by. The configs of scale set them, and so does this call: "
+        "leave them out of the call or of the configs."
+    )
+    assert [each["reason"] for each in refused] == [reason] * 2
+    for each in refused:
+        assert f"not tuned: {each['call']}: {reason}" in errors.decode()
+    again = start(*words, env={}, cwd=tmp_path, **pipes)
+    shown = " ".join(again.communicate()[0].decode().split())
+    assert "1 tuning, 0 configs measured, 1 already tuned" in shown
+    assert ", 2 not begun" in shown
+    assert again.returncode == 1
+
+
+#: A function for a name of the key, and the line that it is put before.
+BUCKET = """
+def bucket(n):
+    import os
+
+    return [n] if n == int(os.environ.get("TEST_WORST", 0)) else n
+
+
+def grid(meta):"""
+
+
+def test_a_recorded_call_that_has_no_key_leaves_out_only_itself(
+    safetune: Any, fresh_process: FreshProcess, targets: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Regression: what a function of `key` returned for one call ended the sweep."""
+    text = (targets / "recorded.py").read_text().replace("def grid(meta):", BUCKET)
+    text = text.replace('key=["n", "DTYPE", "ZERO"]', 'key={"n": bucket}')
+    (tmp_path / "buckets.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
+    done = fresh_process("import buckets; buckets.call_all()", env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("TEST_WORST", "100")
+
+    result = safetune("tune", "--recorded", "--json")
+
+    data = json.loads(result.stdout)
+    tuned = [(each["kernel"], each["shape"]) for each in data["tunings"]]
+    assert tuned == [("scale", "n=200"), ("gather", "n=100")]
+    reasons = [each["reason"] for each in data["left_out"] if each["call"].startswith("scale ")]
+    assert reasons == [
+        "key of scale: the function for 'n' returned [100], a list, for 100; return an int, bool, "
+        "str, float or dtype"
+    ]
+    assert result.exit_code == 1
 
 
 @pytest.mark.full
