@@ -67,7 +67,8 @@ def race(
 
     Returns:
         The final timing of each config, the outcome of each that failed on the way, and the configs
-        that had every round: only their times were taken at the same moments.
+        that may win: those that had every round or, where all of these failed, the others. Only
+        their times were taken at the same moments.
     """
     start = time.perf_counter()
     rounds: dict[int, list[Timing]] = {index: [] for index in racers}
@@ -89,6 +90,9 @@ def race(
             break
         slower = beaten(current)
         running = [index for index in running if index not in slower]
+    if not running:
+        common = min(map(len, rounds.values()), default=0)
+        rounds, running = {i: timings[:common] for i, timings in rounds.items()}, [*rounds]
     return {index: combine(timings) for index, timings in rounds.items()}, failed, running
 
 

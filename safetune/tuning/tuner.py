@@ -97,7 +97,7 @@ class _Tuning:
     votes: Votes = field(default_factory=Votes)
     #: The configs that were compiled or launched in this tuning.
     measured: set[int] = field(default_factory=set)
-    unbeaten: set[int] = field(default_factory=set)  # those with every round of its final
+    contenders: set[int] = field(default_factory=set)  # those that its final leaves, see `race`
     #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
     ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
@@ -353,14 +353,14 @@ def _race(tuning: _Tuning, bench: LaunchBench) -> None:
         return outcomes
 
     short = bench.interpreted or tuning.request.call.hooks.do_bench is not None
-    finals, failed, unbeaten = race.race({i: timings[i] for i in finalists}, run, short)
+    finals, failed, left = race.race({i: timings[i] for i in finalists}, run, short)
     ended = {c: replace(tuning.outcomes[c], timing=timing) for c, timing in finals.items()} | failed
     for config, outcome in ended.items():
         tuning.settle(config, outcome, stage="final")
     for config, same in tuning.same.items():
         if same in ended:
             tuning.settle_as(config, same, stage="final")
-    tuning.unbeaten.update(c for c in timings if tuning.same.get(c, c) in unbeaten)
+    tuning.contenders.update(c for c in timings if tuning.same.get(c, c) in left)
 
 
 def _best(tuning: _Tuning) -> int:
@@ -370,7 +370,7 @@ def _best(tuning: _Tuning) -> int:
         key, configs = tuning.request.key, tuning.request.configs
         outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
         raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.measured))
-    rivals = timings.keys() & tuning.unbeaten
+    rivals = timings.keys() & tuning.contenders
     if not rivals and tuning.incumbent in timings:
         rivals = timings.keys() & {*tuning.new, tuning.incumbent}
     return race.best({config: timings[config] for config in rivals or timings})

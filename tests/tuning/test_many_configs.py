@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from safetune.isolation.protocol import Budget
 from safetune.miss.resolve import Miss
 from safetune.outcome import Group, Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store
+from safetune.tuning import race
 from safetune.tuning.bench import Ready
 from safetune.tuning.budget import name_budget
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
@@ -74,14 +76,14 @@ class Bench:
 
 
 def tuned(
-    count: int, store: Store, same: dict[int, int] | None = None
+    count: int, store: Store, same: dict[int, int] | None = None, kind: type[Bench] = Bench
 ) -> tuple[TuningResult, Bench]:
     """Tune a kernel of `count` configs."""
     configs = [triton.Config({"BLOCK": 16, "TAG": tag}) for tag in range(count)]
     kernel: Any = safetune(configs=configs, key=["n"])(copy_kernel)
     tensors = torch.zeros(16), torch.zeros(16)
     request = Miss(kernel, (*tensors, 16), {"grid": (1,)}).request()
-    bench: Any = Bench(request, same)
+    bench: Any = kind(request, same)
     return tune(request, store, bench=bench), bench
 
 
@@ -130,6 +132,35 @@ def test_of_two_with_the_same_code_the_one_declared_first_is_chosen(same: dict[i
     result, bench = tuned(2, Store.in_memory(), same)
     assert result.choice.kwargs["TAG"] == 0
     assert len(bench.measured) == 1
+
+
+class FailingFinal(Bench):
+    """The two best configs of the final end their processes in its last rounds, which are slow."""
+
+    screen = (1.0, 1.01, 1.05, 1.06, 1.5)
+
+    def measure(
+        self, config: int, budget: Budget | None, groups: Sequence[Group] | None = None
+    ) -> tuple[Outcome, OutputReport | None]:
+        outcome, report = super().measure(config, budget, groups)
+        assert outcome.timing is not None
+        ms, turn = self.screen[config], self.measured[config]
+        if outcome.timing.stage == "final":
+            ms = 2.0 * ms + 0.04 * (turn % 2 == config)  # who of the first two leads stays open
+            if config < 2 and turn > race.MIN_ROUNDS + 1:
+                return Outcome(Verdict.DIED), None
+        return replace(outcome, timing=replace(outcome.timing, median_ms=ms, p20_ms=ms)), report
+
+
+def test_where_all_that_a_final_leaves_fail_those_that_it_has_beaten_come_first() -> None:
+    """One that was not in the final won, by the time of a moment at which the device was faster."""
+    result, _ = tuned(5, Store.in_memory(), kind=FailingFinal)
+    stages = {
+        config.kwargs["TAG"]: outcome.timing and outcome.timing.stage
+        for config, outcome in result.outcomes
+    }
+    assert stages == {0: None, 1: None, 2: "final", 3: "final", 4: "screen"}
+    assert result.choice.kwargs["TAG"] == 2
 
 
 @pytest.mark.parametrize(("count", "lines"), [(200, 0), (201, 1)])

@@ -117,9 +117,29 @@ def test_a_race_ends_when_only_beaten_configs_are_left():
         times = {0: 1.0 + noise, 1: 1.01 - noise, 2: 1.07, 3: 1.07 + noise / 10}
         return {i: Outcome(Verdict.OK, timing(times[i])) for i in budgets}
 
-    timings, failed, unbeaten = race.race({i: timing(1.0) for i in range(4)}, measure)
-    assert [*timings, *failed, unbeaten] == [2, 3, 0, 1, []]
+    timings, failed, left = race.race({i: timing(1.0) for i in range(4)}, measure)
+    assert [*timings, *failed, left] == [2, 3, 0, 1, [2, 3]]
     assert turns[-1] == {0, 1}
+
+
+def test_configs_that_were_beaten_are_compared_by_their_common_rounds():
+    """One that was beaten later has rounds of another clock."""
+    turns = []
+
+    def measure(budgets):
+        turns.append(set(budgets))
+        if turns.count({0, 1}):
+            return {i: Outcome(Verdict.DIED) for i in budgets}
+        clock, odd = 1.0 if len(turns) <= race.MIN_ROUNDS else 3.0, len(turns) % 2
+        times = {0: 1.0 + 0.01 * odd, 1: 1.01 - 0.01 * odd, 2: 1.01 + 0.1 * odd, 3: 1.08}
+        return {i: Outcome(Verdict.OK, timing(clock * times[i])) for i in budgets}
+
+    timings, failed, left = race.race({i: timing(1.0) for i in range(4)}, measure)
+    assert ([*failed], left) == ([0, 1], [2, 3])
+    rounds_of = {i: sum(i in turn for turn in turns) for i in left}
+    assert rounds_of[2] > rounds_of[3], "the one without noise was beaten first"
+    assert race.best(timings) == 2
+    assert timings[2].count == timings[3].count
 
 
 @given(st.dictionaries(st.integers(0, 30), st.floats(1e-3, 1e3), min_size=1))
