@@ -151,8 +151,10 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, or was abandoned."""
-        return not self._alive or (self._pidfd is not None and protocol.has_ended(self._pidfd))
+        """Whether the process has ended or is ending, with its server, or was abandoned."""
+        if not self._alive or not self._server.is_running(self._parent):
+            return True
+        return self._pidfd is not None and protocol.has_ended(self._pidfd)
 
     def send(self, job: Job, fds: tuple[int, ...] = (), timeout_s: float = START_S) -> None:
         """Send a job. That a child has died, or does not read, is found with its answer."""

@@ -152,6 +152,11 @@ class ForkServer:
         status: int | None = self._request(request)["status"]
         return status
 
+    def is_running(self, pid: int) -> bool:
+        """Whether this process is the server now, and has not ended; waits for no other thread."""
+        started = self._process
+        return started is not None and started.pid == pid and started.poll() is None
+
     def stop(self) -> None:
         """End the server, and with it every child and all that one has started."""
         if self._ready and (started := self._process) is not None:

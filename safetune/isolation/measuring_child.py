@@ -200,7 +200,7 @@ class MeasuringChild:
         if child is not None:
             try:  # the environment may have changed since
                 child.ask(start_job(gpu_blind=index < 0), timeout_s=START_S)
-            except ChildFailed:
+            except (ChildFailed, WorkerUnavailable):  # it has ended, or its server and so it, too
                 child = None
         forks = server if with_torch else plain_server
         child = child or Child(gpu_blind=index < 0, device=index, forks=forks)

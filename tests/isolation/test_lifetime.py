@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import mmap
 import os
 import signal
 import sys
@@ -67,6 +68,12 @@ def tuned(tmp_path: Path) -> Tuned:
     return Tuned(tmp_path / "seen.json")
 
 
+def hold_memory() -> None:
+    """Give a child memory that its end takes some time to free."""
+    held = sys.__dict__.setdefault("held", bytearray(512 << 20))
+    held[:: mmap.PAGESIZE] = b"x" * len(held[:: mmap.PAGESIZE])
+
+
 class TestTheServer:
     @pytest.mark.fault("starter-thread-ends")
     def test_outlives_the_thread_that_started_it(self, tuned: Tuned, processes: Any) -> None:
@@ -96,6 +103,17 @@ class TestTheServer:
         (other,) = processes.servers()
         assert other != server
         assert processes.zombies(os.getpid()) == []
+
+    def test_one_that_was_just_stopped_is_replaced(self, tuned: Tuned, processes: Any) -> None:
+        """Regression: its idle child, which was still ending, was taken, and nothing was tuned."""
+        tuned.in_child(hold_memory)
+        (stopped,) = processes.servers()
+        fork_server.server.stop()
+
+        tuned.in_child()
+
+        (other,) = processes.servers()
+        assert other != stopped
 
     def test_the_compilers_server_leaves_no_zombie(self, tuned: Tuned, processes: Any) -> None:
         """A kernel in the interpreter needs none, but is the next to come by."""
