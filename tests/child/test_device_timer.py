@@ -27,7 +27,9 @@ class Host:
     def __init__(self, library: ctypes.CDLL, launches_ms: Callable[[int], float]) -> None:
         self._later, self._queue = library.stub_clock, library.stub_queue
         self._later.restype = ctypes.c_double
-        self._later.argtypes = self._queue.argtypes = [ctypes.c_double]
+        self.flush = library.stub_flush
+        for function in (self._later, self._queue, self.flush):
+            function.argtypes = [ctypes.c_double]
         self._launches_ms = launches_ms
         self.launched = 0
         self.timer = DeviceTimer(
@@ -46,6 +48,12 @@ class Host:
 
     def samples(self, count: int) -> list[Sample]:
         return self.timer.samples(self.launch, lambda: None, lambda: None, count)
+
+    def time_of(self, count: int) -> float:
+        """Return the milliseconds until some launches are over."""
+        began = self._later(0.0)
+        self.samples(count)
+        return float(self._later(0.0)) - began
 
     def measured(self, budget: Budget) -> Timing:
         return measure(self.launch, lambda: None, lambda: None, self.timer, budget)
@@ -98,3 +106,18 @@ def test_a_stall_does_not_make_the_next_launches_longer(host: Callable[..., Host
     """Beside compilers on all cores, each launch would wait for eight flushes."""
     stalled = host(lambda number: 5.0 if number == 0 else 0.15)
     assert [sample.waited_ms > 0 for sample in stalled.samples(3)] == [True, True, False]
+
+
+def test_a_host_that_no_flush_gives_enough_time_gets_eight(host: Callable[..., Host]) -> None:
+    """More would only make each launch longer."""
+    slow = host(lambda number: 0.4 if number < 8 else 0.0)
+    slow.flush(0.01)
+    assert all(sample.waited_ms > 0 for sample in slow.samples(8))
+    assert slow.time_of(1) == pytest.approx(8 * 0.01 + KERNEL_MS)
+
+
+def test_what_was_in_time_before_a_late_launch_does_not_count(host: Callable[..., Host]) -> None:
+    """Else a slow host got less time again before it had been in time for 16 launches in a row."""
+    slower = host(lambda number: 0.05 if number < 10 else 0.15)
+    late = [number for number in range(40) if slower.samples(1)[0].waited_ms > 0]
+    assert late == [10, 27]

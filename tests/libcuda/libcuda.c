@@ -67,6 +67,7 @@ static Result failing(const char *function) {
 static double done_at[16]; /* when a device has nothing left to do */
 static double worked;      /* the time of this process that counts as a device's */
 static double set_clock = -1;
+static double flush_ms = 256.0 * (1 << 20) / 2.5e9;
 
 static double real_clock(void) {
     struct timespec now;
@@ -93,9 +94,11 @@ double stub_clock(double later) { /* the clock of the host, which stands still f
 }
 void stub_real_clock(void) {
     set_clock = -1;
+    flush_ms = 256.0 * (1 << 20) / 2.5e9;
     memset(done_at, 0, sizeof done_at);
 }
 void stub_queue(double ms) { *done_here() += ms; }
+void stub_flush(double ms) { flush_ms = ms; } /* how long a flush takes */
 
 static int64_t total(void) {
     const char *text = getenv("LIBCUDA_MEMORY");
@@ -210,7 +213,7 @@ COPY(cuMemcpyHtoD_v2)
         size_t size = count * (bits / 8);                                                  \
         double began = real_clock();                                                       \
         for (size_t i = 0; i < count && size < FLUSH; i++) ((uint##bits##_t *)at)[i] = value; \
-        worked_since(began, size / 2.5e9);                                                 \
+        worked_since(began, size < FLUSH ? size / 2.5e9 : flush_ms);                       \
         return OK;                                                                         \
     }
 FILL(8)
