@@ -218,6 +218,11 @@ def first_tunings(results: Results) -> str:
     return _section(results, "first_tuning", _compared(results, lines))
 
 
+def first_tunings_h200(results: Results) -> str:
+    """Return the same on an H200."""
+    return first_tunings(_of_h200(results))
+
+
 def arguments(results: Results) -> str:
     """Return the tuning of a further key by the size of its arguments."""
     kernels = {"add": "vector add", "softmax": "row softmax", "in_place": "in place"}
@@ -249,7 +254,7 @@ def sweep(results: Results) -> str:
 
 def fused_moe(results: Results) -> str:
     """Return what a search takes for all batch sizes of SGLang's fused mixture of experts."""
-    found, every = results.figures("fused_moe_sweep"), _with_every_config(results)
+    found, every = results.figures("fused_moe_sweep"), _of_h200(results)
     whole, rows = every.figures("fused_moe_exhaustive"), []
     for name in ("bf16", "fp8"):
         key = f"fused_moe_{name}"
@@ -268,8 +273,7 @@ def fused_moe(results: Results) -> str:
     return _section(results, "fused_moe_sweep", table, source)
 
 
-def _with_every_config(results: Results) -> Results:
-    """Return the results of the card that has measured all configs of SGLang's kernel."""
+def _of_h200(results: Results) -> Results:
     return Results("NVIDIA_H200", results.folder.parent)
 
 
@@ -285,7 +289,7 @@ def sweep_searches(results: Results) -> str:
 
 def other_searches(results: Results) -> str:
     """Return the same of the kernels on which the search was not tried when it was made."""
-    bench, every = "search_replay_others", _with_every_config(results)
+    bench, every = "search_replay_others", _of_h200(results)
     moe = {"fused_moe_bf16": "SGLang's fused MoE, bf16, 1,920"}
     spaces = {
         "attention": "attention, 328",
@@ -343,20 +347,28 @@ def libraries(results: Results) -> str:
     """Return FLA's first step."""
     lines = [
         Line(
-            bench,
+            "unmodified",
             f"first forward and backward, {words}",
             tuple(f"unmodified_first_step_s_{tuner}_{state}" for tuner in ("triton", "safetune")),
             "{:.2f} s",
         )
-        for bench, state, words in (
-            ("unmodified", "cold", "empty caches"),
-            ("unmodified", "warm", "an earlier process's caches: Triton's, and safetune's choices"),
-            ("unmodified_stored", "warm", "such caches, three configs a kernel, in turn"),
+        for state, words in (
+            ("cold", "empty caches"),
+            ("warm", "an earlier process's caches: Triton's, and safetune's choices"),
         )
     ]
-    stored = "unmodified_stored"
-    sources = [_source(results, stored)] if results.load(stored) else []
-    return _section(results, "unmodified", _compared(results, lines), *sources)
+    return _section(results, "unmodified", _compared(results, lines))
+
+
+def libraries_stored(results: Results) -> str:
+    """Return FLA's first step with stored choices, in turn."""
+    names = tuple(f"unmodified_first_step_s_{tuner}_warm" for tuner in ("triton", "safetune"))
+    words = "first forward and backward, an earlier process's caches"
+    return _section(
+        _of_h200(results),
+        "unmodified_stored",
+        _compared(_of_h200(results), [Line("unmodified_stored", words, names, "{:.2f} s")]),
+    )
 
 
 def choices(results: Results) -> str:
@@ -373,6 +385,11 @@ def choices(results: Results) -> str:
         for name, text in words.items()
     ]
     return _section(results, "choice_quality", _compared(results, lines))
+
+
+def choices_h200(results: Results) -> str:
+    """Return the same on an H200."""
+    return choices(_of_h200(results))
 
 
 def launches(results: Results) -> str:
@@ -541,12 +558,20 @@ def licences(results: Results) -> str:
 
 def missed(results: Results) -> str:
     """Return the bars that these results miss, or have no figure for."""
+    known = bars.load()
+    other = bars.report(known, _of_h200(results).folder)
     rows = [
-        [line["benchmark"], line["figure"], line["value"] or "not measured", line["bar"]]
-        for line in bars.report(bars.load(), results.folder)
+        [
+            line["benchmark"],
+            line["figure"],
+            line["value"] or "not measured",
+            line["bar"],
+            h200["value"],
+        ]
+        for line, h200 in zip(bars.report(known, results.folder), other, strict=True)
         if line["verdict"] in ("missed", "absent")
     ]
-    return _table(("benchmark", "figure", "value", "bar"), rows)
+    return _table(("benchmark", "figure", "value", "bar", "on an H200"), rows)
 
 
 def _counts(results: Results, bench: str, words: Mapping[str, str]) -> str:
@@ -577,13 +602,13 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             headlines,
             more,
             matmul,
-            first_tunings,
+            *(first_tunings, first_tunings_h200),
             arguments,
             sweep,
             *(searches, sweep_searches, other_searches, fused_moe),
             start,
-            libraries,
-            choices,
+            *(libraries, libraries_stored),
+            *(choices, choices_h200),
             proofs,
         ),
         *(dependency, licences, missed),
