@@ -20,8 +20,9 @@ import linecache
 import pickle
 import sys
 import textwrap
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -141,7 +142,23 @@ class TensorTable:
         return number
 
 
+_reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+def _named_code(build: Callable[..., CodeType], parts: tuple[Any, ...], filename: str) -> CodeType:
+    return build(*parts).replace(co_filename=filename)
+
+
+def _reduce_code_of_a_file(code: CodeType) -> tuple[Any, ...]:
+    """cloudpickle 3.1.3 gives all code one file name, but lines are looked up by file."""
+    return _named_code, (*_reduce_code(code), code.co_filename)
+
+
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = ChainMap(
+        {CodeType: _reduce_code_of_a_file}, cloudpickle.Pickler.dispatch_table
+    )
+
     def __init__(self, buffer: io.BytesIO, tensors: TensorTable | None) -> None:
         super().__init__(buffer)
         self._tensors = tensors

@@ -562,6 +562,16 @@ class TestErrors:
         ):
             kernel_pickle.pack(lambda: file.fileno(), "a hook")
 
+    def test_code_keeps_the_name_of_its_file(self) -> None:
+        """Also that of a function in a function: tracebacks and Triton look lines up by it."""
+        from safetune.inputs import kernel_pickle
+
+        packed = kernel_pickle.pack(helper_with_a_helper, "a hook", by_value=[helper_here])
+        copy = kernel_pickle.unpack(packed)
+        assert copy is not helper_with_a_helper
+        for function in (copy, copy()):
+            assert function.__code__.co_filename == __file__
+
     def test_a_fork_while_another_thread_packs(self) -> None:
         """The fork can pack at once, and finds cloudpickle's registry as the program left it."""
         import threading
@@ -598,3 +608,7 @@ class TestErrors:
 
 def helper_here() -> str:
     return "here"
+
+
+def helper_with_a_helper() -> Any:
+    return lambda: "here"
