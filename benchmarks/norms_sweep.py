@@ -52,16 +52,19 @@ class Backward:
     registers: int = 0
     load_again: bool = False
     orders: str = "runs turns"
+    joined: tuple[bool, ...] = (True,)
 
     def configs(self) -> Iterator[tuple[tuple[str, int], ...]]:
         """Yield the options of each as a launch takes them."""
-        for order, stages in itertools.product(self.orders.split(), self.stages):
+        cases = itertools.product(self.orders.split(), self.stages, self.joined)
+        for order, stages, joined in cases:
             yield _config(
                 self.warps,
                 self.elements,
                 PIPELINE_STAGES=stages,
                 LOAD_AGAIN=self.load_again,
                 IN_TURNS=order == "turns",
+                JOINED_SUMS=joined,
                 maxnreg=self.registers,
             )
 
@@ -69,6 +72,8 @@ class Backward:
 #: What the lists have, for the number of columns, and what lies around it. None is best for all.
 BACKWARD: dict[int, list[Backward]] = {
     256: [
+        Backward(4, 16, (3,), (2,), 128, orders="turns"),
+        Backward(4, 8, (3,), (4,), 64, orders="turns"),
         Backward(4, 16, (1, 2, 3), (4, 6)),
         Backward(4, 16, (4,), (2, 4), orders="turns"),
         Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
@@ -76,6 +81,8 @@ BACKWARD: dict[int, list[Backward]] = {
         Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
     ],
     512: [
+        Backward(4, 8, (3,), (4,), 64, orders="turns"),
+        Backward(4, 16, (3,), (2,), 128, orders="turns"),
         Backward(4, 16, (1, 2, 3), (4, 5)),
         Backward(4, 16, (4,), (4, 5), orders="turns"),
         Backward(8, 8, (2, 3, 4), (2, 4), 64, orders="turns"),
@@ -83,17 +90,30 @@ BACKWARD: dict[int, list[Backward]] = {
         Backward(8, 16, (1, 3), (2,), 128, orders="turns"),
     ],
     1024: [
+        Backward(4, 8, (3,), (4,), 64, orders="turns"),
+        Backward(4, 16, (3,), (2,), 128, orders="turns"),
         Backward(4, 16, (1, 2, 3, 4), (2, 4)),
         Backward(8, 16, (3, 4), (1, 2), 128),
         Backward(8, 8, (3, 4), (2, 4), 64, orders="turns"),
     ],
     2048: [
+        Backward(8, 16, (4,), (1,), orders="turns", joined=(True, False)),
+        Backward(4, 16, (3,), (2,), 128, orders="turns"),
         Backward(4, 16, (2, 3, 4), (2,)),
         Backward(8, 8, (3, 4), (2,), 64),
         Backward(8, 16, (3, 4), (1, 2), 128),
     ],
-    4096: [Backward(8, 16, (3, 4), (1, 2), 128), Backward(16, 8, (3,), (1, 2), 64)],
-    8192: [Backward(16, 16, (3, 4), (1,)), Backward(8, 32, (1,), (1, 2), 128, True)],
+    4096: [
+        Backward(16, 8, (4,), (1,), 64, orders="turns", joined=(True, False)),
+        Backward(8, 16, (3, 4), (1, 2), 128),
+        Backward(16, 8, (3,), (1, 2), 64),
+    ],
+    8192: [
+        Backward(8, 16, (3,), (1,), 128, orders="turns", joined=(True, False)),
+        Backward(8, 16, (4,), (0.5,), orders="turns"),
+        Backward(16, 16, (3, 4), (1,)),
+        Backward(8, 32, (1,), (1, 2), 128, True),
+    ],
     16384: [
         Backward(16, 16, (3,), (0.5,)),
         Backward(16, 32, (1, 2), (0.5, 1), 0, True),
@@ -157,7 +177,7 @@ def candidates(shapes: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
                     ("TILE_COLUMNS", columns),
                     ("num_warps", warps),
                 )
-                usual = programs_per_sm(shape[1])
+                usual = programs_per_sm(shape[1], 1 if is_rms_norm else 2)
                 yield Candidate("finalize", shape, is_rms_norm, config, (usual, 2 * usual))
 
 

@@ -83,7 +83,7 @@ class Problem:
             yield from self._with_configs(launches.few_rows_forward_launch(*operands)[1])
             few = launches.few_rows_backward_launch(*(*gradients, *options))
             yield from self._with_configs(few[1])
-        plan = launches.backward_plan(x, groups, pinned=True)
+        plan = launches.backward_plan(x, weight, bias, groups, pinned=True)
         recompute = self.kind == "group"
         partials, backward = launches.backward_launch(plan, *(*gradients, *options, recompute))
         yield from self._with_configs(backward)

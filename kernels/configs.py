@@ -18,8 +18,11 @@ SLICE_ALIGNMENT = 128
 #: The most elements in a tile of several rows: above it, each thread would need its own columns.
 TALL_TILE = 4096
 
-#: The least length of a slice; a row of at most this length is never cut.
+#: The least length of a slice in the forward pass; a row of at most this length is never cut.
 LONG_SLICE = 8192
+
+#: Longer rows may be cut in two in the backward pass, where each slice has a program of its own.
+LONGEST_WHOLE_ROW = 4096
 
 #: The longest row for which four warps with more than three stages are pruned. On an H100 such a
 #: config looks fastest when a launch is timed alone, but is 3 % slower in repeated backward passes.
@@ -40,6 +43,7 @@ def _backward_config(
     load_again: bool = False,
     most_registers: int | None = None,
     in_turns: bool = False,
+    joined_sums: bool = True,
 ) -> Config:
     return Config(
         {
@@ -47,6 +51,7 @@ def _backward_config(
             "PIPELINE_STAGES": stages,
             "LOAD_AGAIN": load_again,
             "IN_TURNS": in_turns,
+            "JOINED_SUMS": joined_sums,
         },
         num_warps=num_warps,
         maxnreg=most_registers,
@@ -79,7 +84,9 @@ FORWARD_CONFIGS = [
 
 # Stages are rows in shared memory, and not all cards have enough of it for long rows. Configs with
 # one stage need almost none, so those come first of which pruning always leaves one. With 128
-# registers for 256 threads, two programs fit on a multiprocessor.
+# registers for 256 threads, two programs fit on a multiprocessor. The last five are the fastest of
+# rows of 256 to 8192 columns on an H100: there the programs of a multiprocessor take 8 KiB of each
+# matrix in a turn, and those of all side by side 1 MiB.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),
     _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
@@ -96,6 +103,13 @@ BACKWARD_CONFIGS = [
     _backward_config(8, 1, most_registers=128, in_turns=True),
     _backward_config(8, 4, most_registers=128, in_turns=True),
     _backward_config(16, 3, in_turns=True),
+    _backward_config(4, 3, elements_per_thread=8, most_registers=64, in_turns=True),
+    _backward_config(4, 3, most_registers=128, in_turns=True),
+    _backward_config(8, 3, most_registers=128, in_turns=True, joined_sums=False),
+    _backward_config(8, 4, in_turns=True, joined_sums=False),
+    _backward_config(
+        16, 4, elements_per_thread=8, most_registers=64, in_turns=True, joined_sums=False
+    ),
 ]
 
 #: For rows of two slices of at most `WIDEST_TILE` columns: see `long_rows`.
@@ -164,30 +178,50 @@ def slice_columns(tile_elements, columns):
     return triton.cdiv(triton.cdiv(columns, slices), SLICE_ALIGNMENT) * SLICE_ALIGNMENT
 
 
+@triton.constexpr_function
+def output_cache(columns, is_rms_norm):
+    """Return how the forward kernel stores y: a layer norm of rows longer than a tile is 1 % faster
+    on an H100 where y leaves the L2 cache first; an RMS norm is not."""
+    return ".cs" if columns > WIDEST_TILE and not is_rms_norm else ""
+
+
 def slice_count(tile_elements: int, columns: int) -> int:
     """Return the number of tiles of a row; 1 if a tile has whole rows."""
     return triton.cdiv(columns, slice_columns(tile_elements, columns))
 
 
-def programs_per_sm(columns: int) -> float:
+def programs_per_sm(columns: int, sums: int) -> float:
     """Return the number of programs of the backward kernel per multiprocessor; slices count once.
 
     Enough programs keep the memory busy, but each has partial sums of its own: long rows get
-    few. Up to 1024 columns the numbers are the fastest on an H100 (benchmarks/norms.py --sweep):
-    rows of 512 columns are slower with two programs, shorter rows with more.
+    few. Up to 8192 columns the numbers are the fastest on an H100, each with its fastest config
+    (benchmarks/norms.py --sweep).
+
+    Args:
+        sums: of how many parameters a program has partial sums; two take registers and time from
+            the rows.
     """
     if columns > LONG_SLICE:
         return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))
     padded = triton.next_power_of_2(columns)
-    return 5 if padded == 512 else max(1, min(2, 4096 // padded))
+    if padded == 8192:
+        return 1 if sums > 1 else 0.5
+    if padded == 2048:
+        return 1 if sums > 1 else 2
+    return 4 if padded in (512, 1024) else max(1, min(2, 4096 // padded))
 
 
 def prune_configs(
     configs: Sequence[Config], named_args: dict[str, Any], *, COLUMNS: int, **kwargs: Any
 ) -> list[Config]:
     """Return the configs that cut no row, or long ones into long slices, with no tile too tall."""
+    return _with_few_slices(configs, COLUMNS, triton.cdiv(COLUMNS, LONG_SLICE))
+
+
+def _with_few_slices(configs: Sequence[Config], COLUMNS: int, enough: int) -> list[Config]:
+    """Return the configs with at most `enough` slices, or as few as any of them has."""
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in configs]
-    most = max(min(slices), triton.cdiv(COLUMNS, LONG_SLICE))
+    most = max(min(slices), enough)
     return [
         config
         for config, count in zip(configs, slices, strict=True)
@@ -205,13 +239,16 @@ def prune_backward_configs(
     *,
     COLUMNS: int,
     IN_PLACE: bool,
+    HAS_WEIGHT: bool,
+    HAS_BIAS: bool,
     **kwargs: Any,
 ) -> list[Config]:
     """Return those of them that give every multiprocessor a program, or that cut no row in place.
 
     And that are not for longer rows: see `SHORT_ROW`.
     """
-    left = prune_configs(configs, named_args, COLUMNS=COLUMNS)
+    enough = max(triton.cdiv(COLUMNS, LONG_SLICE), 1 if COLUMNS <= LONGEST_WHOLE_ROW else 2)
+    left = _with_few_slices(configs, COLUMNS, enough)
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in left]
     if IN_PLACE and min(slices) > 1:
         raise ValueError(
@@ -219,7 +256,7 @@ def prune_backward_configs(
             "cut in slices, whose readers would see what others have stored; give the outputs "
             "memory of their own"
         )
-    per_sm = programs_per_sm(COLUMNS)
+    per_sm = programs_per_sm(COLUMNS, HAS_WEIGHT + HAS_BIAS)
     return [
         config
         for config, count in zip(left, slices, strict=True)

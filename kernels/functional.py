@@ -175,7 +175,7 @@ def backward_rows(
             run_launch(launch, pinned)
         dres_in = dx if has_residual and dres_in is None else dres_in
         return (dx, dw, db, dres_in), BackwardLaunches(None, launch, None)
-    plan = backward_plan(x, num_groups, pinned)
+    plan = backward_plan(x, weight, bias, num_groups, pinned)
     arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
     outputs, launch = backward_launch(plan, *arguments)
     if is_long(x, weight, bias, recompute_output, pinned):

@@ -196,25 +196,32 @@ def run_launch(launch: Launch, pinned: bool) -> None:
     kernel.fn[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
 
 
-def backward_plan(x: Tensor, num_groups: int, pinned: bool = False) -> GridPlan:
-    """Return the grid plan of the backward kernel for `x`."""
+def backward_plan(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    pinned: bool = False,
+) -> GridPlan:
+    """Return the grid plan of the backward kernel for `x` and these parameters."""
+    sums = (weight is not None) + (bias is not None)
     rows, columns = x.shape
     if pinned and x.device.type != "cpu":
         count = PINNED_SM_COUNT
     else:
         count = sm_count(x.device)
-    return _plan(rows // num_groups, num_groups, count, columns, x.dtype)
+    return _plan(rows // num_groups, num_groups, count, columns, sums, x.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    rows: int, groups: int, multiprocessors: int, columns: int, dtype: torch.dtype
+    rows: int, groups: int, multiprocessors: int, columns: int, sums: int, dtype: torch.dtype
 ) -> GridPlan:
     return plan_grid(
         rows,
         groups,
         multiprocessors,
-        _programs_per_sm(columns),
+        _programs_per_sm(columns, sums),
         row_bytes=3 * columns * dtype.itemsize,
         partial_bytes=4 * columns * statistics_dtype(dtype).itemsize,
     )

@@ -25,6 +25,7 @@ from safetune import safetune
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FORWARD_CONFIGS,
+    output_cache,
     prune_backward_configs,
     prune_configs,
     slice_columns,
@@ -127,18 +128,24 @@ def layer_norm_forward_kernel(
             y *= load_as(weight_pointer + parameter, column < columns, compute_type)
         if HAS_BIAS:
             y += load_as(bias_pointer + parameter, column < columns, compute_type)
-        tl.store(output_pointer + base + first + column, y, mask=mask)
+        y_pointer = output_pointer + base + first + column
+        tl.store(y_pointer, y, mask=mask, cache_modifier=output_cache(COLUMNS, IS_RMS_NORM))
 
 
 @triton.jit
-def add_row_sums(projection, total, x, dy, IS_RMS_NORM: tl.constexpr):
-    """Add each row's sums of x * dy and, for layer norm, of dy."""
+def add_row_sums(
+    projection, total, x, dy, IS_RMS_NORM: tl.constexpr, JOINED_SUMS: tl.constexpr = True
+):
+    """Add each row's sums of x * dy and, for layer norm, of dy: in one exchange, or one each."""
     if IS_RMS_NORM:
         projection += tl.sum(x * dy, axis=1, keep_dims=True)
-    else:
+    elif JOINED_SUMS:
         products, terms = sum_columns(x * dy, dy)
         projection += products
         total += terms
+    else:
+        projection += tl.sum(x * dy, axis=1, keep_dims=True)
+        total += tl.sum(dy, axis=1, keep_dims=True)
     return projection, total
 
 
@@ -199,6 +206,7 @@ def layer_norm_backward_kernel(
     PIPELINE_STAGES: tl.constexpr,
     LOAD_AGAIN: tl.constexpr,
     IN_TURNS: tl.constexpr,
+    JOINED_SUMS: tl.constexpr,
 ):
     """Walk the tiles that the grid plan gives this program; `rows` counts those of one group.
 
@@ -258,7 +266,7 @@ def layer_norm_backward_kernel(
             x = (load_as(x_pointer + row_offset + other, mask, compute_type, FIRST) - mean) * rstd
             if HAS_WEIGHT:
                 dy *= load_as(weight_pointer + other, other_mask, compute_type, FIRST)
-            projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM)
+            projection, total = add_row_sums(projection, total, x, dy, IS_RMS_NORM, JOINED_SUMS)
 
         offset, mask = row_offset + column, row_mask[:, None] & column_mask
         dy = load_as(dy_pointer + offset, mask, compute_type, LAST)
@@ -269,7 +277,9 @@ def layer_norm_backward_kernel(
                 weight = load_as(weight_pointer + column, column_mask, compute_type, LAST)
             weighted = dy * weight
         if not LOAD_AGAIN:
-            projection, total = add_row_sums(projection, total, x, weighted, IS_RMS_NORM)
+            projection, total = add_row_sums(
+                projection, total, x, weighted, IS_RMS_NORM, JOINED_SUMS
+            )
 
         if RECOMPUTE_OUTPUT:
             y = x
@@ -289,7 +299,9 @@ def layer_norm_backward_kernel(
             dx += load_as(residual_output_gradient_pointer + base + offset, mask, compute_type)
         if STORE_RESIDUAL_GRADIENT:
             tl.store(residual_gradient_pointer + base + offset, dx, mask=mask)
-        tl.store(input_gradient_pointer + base + offset, dx, mask=mask)
+        # dx leaves the L2 cache before rows that are still to be read: up to 1 % on an H100.
+        dx_pointer = input_gradient_pointer + base + offset
+        tl.store(dx_pointer, dx, mask=mask, eviction_policy="evict_first")
 
     partial = program * COLUMNS + column
     if HAS_WEIGHT:

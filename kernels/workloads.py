@@ -117,11 +117,13 @@ def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Work
 def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
         x = problem.matrix()
+        weight, bias = problem.parameters()
         made = backward_launch(
-            backward_plan(x, problem.groups),
+            backward_plan(x, weight, bias, problem.groups),
             problem.matrix(),
             x,
-            *problem.parameters(),
+            weight,
+            bias,
             # The statistics of standard normal rows.
             mean=None if problem.is_rms_norm else x.new_zeros(len(x), dtype=torch.float32),
             rstd=x.new_ones(len(x), dtype=torch.float32),
@@ -139,8 +141,8 @@ def _finalize_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Wor
     for problem in problems(device, dtype):
         if problem.with_residual or problem.groups > 1:
             continue  # its key is tuned already
-        plan = backward_plan(problem.matrix(), num_groups=1)
         weight, bias = problem.parameters()
+        plan = backward_plan(problem.matrix(), weight, bias, num_groups=1)
         partials = torch.randn(plan.programs, problem.columns, device=device)
         bias_partials = torch.randn_like(partials) if bias is not None else None
         made = finalize_launch(plan, partials, bias_partials, weight, bias)

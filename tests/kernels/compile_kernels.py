@@ -132,7 +132,11 @@ def compile_config(
         "registers": registers,
         "local_bytes": local_bytes,
         "asynchronous_copies": compiled.asm["ptx"].count("cp.async.cg"),
-        "vector_stores": compiled.asm["ptx"].count("st.global.v4"),
+        "vector_stores": len(
+            re.findall(
+                r"st\.global(\.cs|\.L1::evict_first)?(\.L2::cache_hint)?\.v4", compiled.asm["ptx"]
+            )
+        ),
         "fp32": "f32" in compiled.asm["ttir"],
     }
 
@@ -183,7 +187,9 @@ def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
     if name == "forward":
         return prune_configs(configs, {}, COLUMNS=columns)
     if name == "backward":
-        return prune_backward_configs(configs, {}, COLUMNS=columns, IN_PLACE=False)
+        return prune_backward_configs(
+            configs, {}, COLUMNS=columns, IN_PLACE=False, HAS_WEIGHT=True, HAS_BIAS=True
+        )
     return list(configs)
 
 

@@ -18,6 +18,7 @@ from safetune.kernels.configs import (
     FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
     LONG_SLICE,
+    LONGEST_WHOLE_ROW,
     TALL_TILE,
     WIDEST_TILE,
     prune_backward_configs,
@@ -176,9 +177,15 @@ SLICED = [
             "PIPELINE_STAGES": stages,
             "LOAD_AGAIN": again,
             "IN_TURNS": stages == 2,
+            "JOINED_SUMS": joined,
         }
     )
-    for stages, again in ((1, False), (1, True), (2, True))
+    for stages, again, joined in (
+        (1, False, True),
+        (1, False, False),
+        (1, True, True),
+        (2, True, False),
+    )
 ]
 
 
@@ -221,7 +228,7 @@ def test_backward_in_turns(
     assert tokens // (plan.programs_per_group * 4) == rounds
     exact = problem.exact(reference)
     for in_place in ("", "dy", "dres"):
-        config = triton.Config({**options, "IN_TURNS": True})
+        config = triton.Config({**options, "IN_TURNS": True, "JOINED_SUMS": groups == 1})
         for mine, right in zip(problem.run(plan, config, in_place=in_place), exact, strict=True):
             close(mine, right)
 
@@ -302,23 +309,33 @@ def test_device_and_host_agree_on_the_rows(
 COLUMNS = [1, 50, 256, 512, 1024, 2048, 4096, 8192, 16384, 20000, 32768, 65536, 2**18]
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-def test_pruning_leaves_whole_rows_or_long_slices(columns: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("columns", [*COLUMNS, 4097, 5120])
+def test_pruning_leaves_whole_rows_or_long_slices(columns: int, has_bias: bool) -> None:
     forward = prune_configs(FORWARD_CONFIGS, {}, COLUMNS=columns, GROUPS=1)
     backward = prune_backward_configs(
-        BACKWARD_CONFIGS, {}, COLUMNS=columns, GROUPS=1, IN_PLACE=False
+        BACKWARD_CONFIGS,
+        {},
+        COLUMNS=columns,
+        GROUPS=1,
+        IN_PLACE=False,
+        HAS_WEIGHT=True,
+        HAS_BIAS=has_bias,
     )
-    for left in (forward, backward):
+    most = max(1, -(-columns // LONG_SLICE))
+    halves = most if columns <= LONGEST_WHOLE_ROW else max(2, most)
+    for left, slices in ((forward, most), (backward, halves)):
         assert len(left) >= 2
         for config in left:
             elements = config.kwargs["TILE_ELEMENTS"]
-            assert slice_count(elements, columns) <= max(1, -(-columns // LONG_SLICE))
+            assert slice_count(elements, columns) <= slices
             assert elements <= TALL_TILE or tile_rows(elements, columns) == 1
 
 
 @pytest.mark.parametrize(("columns", "are_tried"), [(50, False), (256, False), (257, True)])
 def test_four_warps_with_four_stages_are_for_longer_rows(columns: int, are_tried: bool) -> None:
-    left = prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=False)
+    keys = {"COLUMNS": columns, "IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
+    left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
     assert any(c.num_warps == 4 and c.kwargs["PIPELINE_STAGES"] == 4 for c in left) == are_tried
 
 
@@ -327,7 +344,8 @@ def test_rows_written_in_place_are_not_cut(columns: int) -> None:
     """dx may be stored over dy up to 16384 columns; longer rows are refused, not spoilt."""
 
     def prune() -> list[triton.Config]:
-        return prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=True)
+        keys = {"COLUMNS": columns, "IN_PLACE": True, "HAS_WEIGHT": True, "HAS_BIAS": False}
+        return prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
 
     if columns > WIDEST_TILE:
         with pytest.raises(ValueError, match=f"IN_PLACE=True with COLUMNS={columns}"):

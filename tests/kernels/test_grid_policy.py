@@ -144,14 +144,17 @@ def busy_share_and_balance(plan: GridPlan, sm_count: int, slices: int) -> tuple[
     return len(load) / sm_count, total / sm_count / max(load.values())
 
 
-@pytest.mark.parametrize("columns", [128, 256, 1024, 4096, 16384, 32768])
-def test_the_machine_is_busy(columns: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("columns", [128, 256, 1024, 4096, 8192, 16384, 32768])
+def test_the_machine_is_busy(columns: int, has_bias: bool) -> None:
     """For each number of slices that a config may cut rows into."""
-    left = prune_backward_configs(BACKWARD_CONFIGS, {}, COLUMNS=columns, IN_PLACE=False)
+    keys = {"COLUMNS": columns, "IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": has_bias}
+    left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
+    per_sm = programs_per_sm(columns, 1 + has_bias)
     slices = {slice_count(config.kwargs["TILE_ELEMENTS"], columns) for config in left}
     measured = [
         busy_share_and_balance(
-            plan_grid(rows, 1, sm_count, programs_per_sm(columns), ROW_BYTES, PARTIAL_BYTES),
+            plan_grid(rows, 1, sm_count, per_sm, ROW_BYTES, PARTIAL_BYTES),
             sm_count,
             count,
         )

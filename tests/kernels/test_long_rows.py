@@ -46,7 +46,7 @@ def test_gradients(
     centred = x.float() if mean is None else x.float() - mean[:, None]
     rstd = (centred.square().mean(1) + 1e-5).rsqrt()
     operands = (dy, x, weight, None, mean, rstd, dres)
-    plan = backward_plan(x, groups)
+    plan = backward_plan(x, weight, None, groups)
     outputs, made = backward_launch(
         plan, *operands, True, is_rms_norm, dx_dtype, recompute_output=False
     )
@@ -105,7 +105,12 @@ def test_one_program_writes_each_element(random: Any, tokens: int, is_rms_norm: 
     mean, rstd = torch.zeros_like(x[:, 0]), torch.ones_like(x[:, 0])
     operands = (dy, x, weight, None, None if is_rms_norm else mean, rstd, None)
     outputs, made = backward_launch(
-        backward_plan(x, 1), *operands, False, is_rms_norm, None, recompute_output=False
+        backward_plan(x, weight, None, 1),
+        *operands,
+        False,
+        is_rms_norm,
+        None,
+        recompute_output=False,
     )
     launch = long_rows_launch(made)
     call = (long_rows_backward_kernel, launch.grid, *launch.args)

@@ -94,7 +94,7 @@ def test_the_grid_is_the_same_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     plans = []
     for count in (108, 132, 188):
         monkeypatch.setattr(launches, "sm_count", lambda device, count=count: count)
-        plans.append([launches.backward_plan(x, 1, pinned) for pinned in (False, True)])
+        plans.append([launches.backward_plan(x, x, None, 1, pinned) for pinned in (False, True)])
     free, fixed = zip(*plans, strict=True)
     assert len(set(free)) == 3
     assert set(fixed) == {free[1]}  # the H100's

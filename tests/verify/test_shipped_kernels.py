@@ -174,14 +174,14 @@ def test_one_program_writes_each_element(
 ) -> None:
     """Backward and finalize; in turn dx is its own, or lies over dy or the residual's gradient.
 
-    Of ten configs, two norms and three places for dx each meets each in any 60 cases, and in the
+    Of 15 configs, two norms and three places for dx each meets each in any 90 cases, and in the
     few of the default run each norm and each place is there.
     """
-    turn = 7 * number
+    turn = 17 * number
     monkeypatch.setattr(launches, "INTERPRETER_SM_COUNT", sms)
     columns = next(columns for most, columns in WIDTHS if tokens * groups <= most)
     problem = Problem.of(tokens, columns, groups)
-    dx = problem.backward(launched, is_rms_norm=bool(turn // 10 % 2))
+    dx = problem.backward(launched, is_rms_norm=bool(turn // 15 % 2))
 
     assert len(launched) == (2 if tokens else 0)
     for launch in launched:
@@ -189,8 +189,8 @@ def test_one_program_writes_each_element(
         config = configs[turn % len(configs)]
         assert launch.outputs
         if launch is launched[0]:
-            assert len(configs) == 10
-            over = (dx, problem.dy, problem.dres)[turn // 20 % 3]
+            assert len(configs) == 15
+            over = (dx, problem.dy, problem.dres)[turn // 30 % 3]
             launch = launch.over(dx, over)
         is_owned(launch.check(config))
 
@@ -228,12 +228,21 @@ def test_rounds_of_low_tiles(launched: Launches, tokens: int) -> None:
     assert rounds >= 4
     for in_turns in (False, True):
         options = {"TILE_ELEMENTS": 128, "PIPELINE_STAGES": 1, "LOAD_AGAIN": False}
-        is_owned(launch.check(triton.Config({**options, "IN_TURNS": in_turns})))
+        config = triton.Config({**options, "IN_TURNS": in_turns, "JOINED_SUMS": in_turns})
+        is_owned(launch.check(config))
 
 
 TILE = {"TILE_ELEMENTS": 128}
 SLICED = [
-    triton.Config({"PIPELINE_STAGES": 1, "LOAD_AGAIN": again, "IN_TURNS": in_turns, **TILE})
+    triton.Config(
+        {
+            "PIPELINE_STAGES": 1,
+            "LOAD_AGAIN": again,
+            "IN_TURNS": in_turns,
+            "JOINED_SUMS": again != in_turns,
+            **TILE,
+        }
+    )
     for again, in_turns in itertools.product((False, True), repeat=2)
 ]
 
