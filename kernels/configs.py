@@ -24,9 +24,10 @@ LONG_SLICE = 8192
 #: Longer rows may be cut in two in the backward pass, where each slice has a program of its own.
 LONGEST_WHOLE_ROW = 4096
 
-#: The longest row for which four warps with more than three stages are pruned. On an H100 such a
-#: config looks fastest when a launch is timed alone, but is 3 % slower in repeated backward passes.
-SHORT_ROW = 256
+#: The most elements of a matrix that the programs of a multiprocessor take in turns of three or
+#: more stages, 8 KiB in bf16. On an H100 a config with more looks fastest when a launch is timed
+#: alone, but is 2 to 4 % slower in repeated backward passes.
+MOST_IN_A_TURN = 4096
 
 #: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
 WIDEST_TILE = 16384
@@ -85,8 +86,7 @@ FORWARD_CONFIGS = [
 # Stages are rows in shared memory, and not all cards have enough of it for long rows. Configs with
 # one stage need almost none, so those come first of which pruning always leaves one. With 128
 # registers for 256 threads, two programs fit on a multiprocessor. The last five are the fastest of
-# rows of 256 to 8192 columns on an H100: there the programs of a multiprocessor take 8 KiB of each
-# matrix in a turn, and those of all side by side 1 MiB.
+# rows of 256 to 8192 columns on an H100.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),
     _backward_config(8, 1, elements_per_thread=32, load_again=True, most_registers=128),
@@ -98,7 +98,6 @@ BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=4),
     _backward_config(num_warps=16, stages=3),
     _backward_config(4, 1, in_turns=True),
-    _backward_config(4, 4, in_turns=True),
     _backward_config(8, 3, elements_per_thread=8, most_registers=64, in_turns=True),
     _backward_config(8, 1, most_registers=128, in_turns=True),
     _backward_config(8, 4, most_registers=128, in_turns=True),
@@ -245,7 +244,7 @@ def prune_backward_configs(
 ) -> list[Config]:
     """Return those of them that give every multiprocessor a program, or that cut no row in place.
 
-    And that are not for longer rows: see `SHORT_ROW`.
+    And that take no more than `MOST_IN_A_TURN`.
     """
     enough = max(triton.cdiv(COLUMNS, LONG_SLICE), 1 if COLUMNS <= LONGEST_WHOLE_ROW else 2)
     left = _with_few_slices(configs, COLUMNS, enough)
@@ -261,5 +260,11 @@ def prune_backward_configs(
         config
         for config, count in zip(left, slices, strict=True)
         if (count == 1 if IN_PLACE else count * per_sm >= 1)
-        and (COLUMNS > SHORT_ROW or config.num_warps > 4 or config.kwargs["PIPELINE_STAGES"] < 4)
+        and (count > 1 or not _takes_too_much(config, per_sm))
     ]
+
+
+def _takes_too_much(config: Config, per_sm: float) -> bool:
+    options = config.kwargs
+    is_pipelined = options["IN_TURNS"] and options["PIPELINE_STAGES"] > 2
+    return is_pipelined and options["TILE_ELEMENTS"] * per_sm > MOST_IN_A_TURN

@@ -23,7 +23,7 @@ import textwrap
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import cloudpickle
 import triton.language
@@ -155,7 +155,7 @@ def _reduce_code_of_a_file(code: CodeType) -> tuple[Any, ...]:
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table = ChainMap(
+    dispatch_table: ClassVar = ChainMap(
         {CodeType: _reduce_code_of_a_file}, cloudpickle.Pickler.dispatch_table
     )
 

@@ -19,8 +19,10 @@ from safetune.kernels.configs import (
     FORWARD_CONFIGS,
     LONG_SLICE,
     LONGEST_WHOLE_ROW,
+    MOST_IN_A_TURN,
     TALL_TILE,
     WIDEST_TILE,
+    programs_per_sm,
     prune_backward_configs,
     prune_configs,
     slice_columns,
@@ -332,11 +334,26 @@ def test_pruning_leaves_whole_rows_or_long_slices(columns: int, has_bias: bool) 
             assert elements <= TALL_TILE or tile_rows(elements, columns) == 1
 
 
-@pytest.mark.parametrize(("columns", "are_tried"), [(50, False), (256, False), (257, True)])
-def test_four_warps_with_four_stages_are_for_longer_rows(columns: int, are_tried: bool) -> None:
-    keys = {"COLUMNS": columns, "IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
+@pytest.mark.parametrize(
+    ("columns", "has_bias", "elements"),
+    [
+        (256, True, {1024, 2048}),
+        (512, True, {1024}),
+        (2048, False, {2048}),
+        (2048, True, {2048, 4096}),
+    ],
+)
+def test_whole_rows_in_turns_take_8_kib_at_most(
+    columns: int, has_bias: bool, elements: set[int]
+) -> None:
+    """Of all programs of a multiprocessor; without stages they may take more."""
+    keys = {"COLUMNS": columns, "IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": has_bias}
     left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
-    assert any(c.num_warps == 4 and c.kwargs["PIPELINE_STAGES"] == 4 for c in left) == are_tried
+    in_turns = [config.kwargs for config in left if config.kwargs["IN_TURNS"]]
+    staged = {c["TILE_ELEMENTS"] for c in in_turns if c["PIPELINE_STAGES"] > 2}
+    assert staged == elements
+    assert max(staged) * programs_per_sm(columns, 1 + has_bias) <= MOST_IN_A_TURN
+    assert any(c["PIPELINE_STAGES"] == 1 for c in in_turns)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
