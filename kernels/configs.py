@@ -189,7 +189,11 @@ def slice_count(tile_elements: int, columns: int) -> int:
     return triton.cdiv(columns, slice_columns(tile_elements, columns))
 
 
-def programs_per_sm(columns: int, sums: int) -> float:
+#: By columns and sums: half as many programs per multiprocessor as elsewhere are faster.
+_FEWER_PROGRAMS = {(2048, 2): 1, (8192, 1): 0.5}
+
+
+def programs_per_sm(columns: int, sums: int, pinned: bool = False) -> float:
     """Return the number of programs of the backward kernel per multiprocessor; slices count once.
 
     Enough programs keep the memory busy, but each has partial sums of its own: long rows get
@@ -199,15 +203,16 @@ def programs_per_sm(columns: int, sums: int) -> float:
     Args:
         sums: of how many parameters a program has partial sums; two take registers and time from
             the rows.
+        pinned: the first config runs. It has no stages, and needs more programs in their place.
     """
     if columns > LONG_SLICE:
         return 1 / max(2, triton.cdiv(columns, WIDEST_TILE))
     padded = triton.next_power_of_2(columns)
-    if padded == 8192:
-        return 1 if sums > 1 else 0.5
-    if padded == 2048:
-        return 1 if sums > 1 else 2
-    return 4 if padded in (512, 1024) else max(1, min(2, 4096 // padded))
+    if padded in (512, 1024):
+        return 4
+    if not pinned and (padded, sums) in _FEWER_PROGRAMS:
+        return _FEWER_PROGRAMS[padded, sums]
+    return max(1, min(2, 4096 // padded))
 
 
 def prune_configs(

@@ -210,18 +210,24 @@ def backward_plan(
         count = PINNED_SM_COUNT
     else:
         count = sm_count(x.device)
-    return _plan(rows // num_groups, num_groups, count, columns, sums, x.dtype)
+    return _plan(rows // num_groups, num_groups, count, columns, sums, pinned, x.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    rows: int, groups: int, multiprocessors: int, columns: int, sums: int, dtype: torch.dtype
+    rows: int,
+    groups: int,
+    multiprocessors: int,
+    columns: int,
+    sums: int,
+    pinned: bool,
+    dtype: torch.dtype,
 ) -> GridPlan:
     return plan_grid(
         rows,
         groups,
         multiprocessors,
-        _programs_per_sm(columns, sums),
+        _programs_per_sm(columns, sums, pinned),
         row_bytes=3 * columns * dtype.itemsize,
         partial_bytes=4 * columns * statistics_dtype(dtype).itemsize,
     )

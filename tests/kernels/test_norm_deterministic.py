@@ -11,7 +11,12 @@ import torch
 import triton
 
 from safetune.kernels import LayerNorm, group_norm_linear, launches, layer_norm
-from safetune.kernels.configs import BACKWARD_CONFIGS, FINALIZE_CONFIGS, FORWARD_CONFIGS
+from safetune.kernels.configs import (
+    BACKWARD_CONFIGS,
+    FINALIZE_CONFIGS,
+    FORWARD_CONFIGS,
+    programs_per_sm,
+)
 from safetune.kernels.launches import Launch
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
@@ -98,6 +103,17 @@ def test_the_grid_is_the_same_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     free, fixed = zip(*plans, strict=True)
     assert len(set(free)) == 3
     assert set(fixed) == {free[1]}  # the H100's
+
+
+@pytest.mark.parametrize(
+    ("columns", "sums", "free", "pinned"), [(2048, 2, 1, 2), (8192, 1, 0.5, 1), (1024, 2, 4, 4)]
+)
+def test_a_pinned_config_has_enough_programs(
+    columns: int, sums: int, free: float, pinned: float
+) -> None:
+    """The first config has no stages: with fewer programs it waits for memory."""
+    assert programs_per_sm(columns, sums) == free
+    assert programs_per_sm(columns, sums, pinned=True) == pinned
 
 
 @pytest.mark.parametrize("columns", [64, 16384])
