@@ -21,12 +21,14 @@ TALL_TILE = 4096
 #: The least length of a slice in the forward pass; a row of at most this length is never cut.
 LONG_SLICE = 8192
 
-#: Longer rows may be cut in two in the backward pass, where each slice has a program of its own.
-LONGEST_WHOLE_ROW = 4096
+#: Rows of this length are cut in two in the backward pass, where each half has a program of its
+#: own: 3 % faster on an H100, but for sums of two parameters with a residual's gradient. Of rows a
+#: little shorter each program would have less to do in a turn.
+HALVED_ROW = 8192
 
 #: The most elements of a matrix that the programs of a multiprocessor take in turns of three or
-#: more stages, 8 KiB in bf16. On an H100 a config with more looks fastest when a launch is timed
-#: alone, but is 2 to 4 % slower in repeated backward passes.
+#: more stages, 8 KiB in bf16, or else one row. On an H100 a config with more looks fastest when a
+#: launch is timed alone, but is 2 to 4 % slower in repeated backward passes.
 MOST_IN_A_TURN = 4096
 
 #: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
@@ -189,8 +191,8 @@ def slice_count(tile_elements: int, columns: int) -> int:
     return triton.cdiv(columns, slice_columns(tile_elements, columns))
 
 
-#: By columns and sums: half as many programs per multiprocessor as elsewhere are faster.
-_FEWER_PROGRAMS = {(2048, 2): 1, (8192, 1): 0.5}
+#: By columns and sums: half as many programs per multiprocessor as for rows a little shorter.
+_FEWER_PROGRAMS = {(2048, 2): 1, (HALVED_ROW, 1): 0.5}
 
 
 def programs_per_sm(columns: int, sums: int, pinned: bool = False) -> float:
@@ -210,8 +212,8 @@ def programs_per_sm(columns: int, sums: int, pinned: bool = False) -> float:
     padded = triton.next_power_of_2(columns)
     if padded in (512, 1024):
         return 4
-    if not pinned and (padded, sums) in _FEWER_PROGRAMS:
-        return _FEWER_PROGRAMS[padded, sums]
+    if not pinned and (columns, sums) in _FEWER_PROGRAMS:
+        return _FEWER_PROGRAMS[columns, sums]
     return max(1, min(2, 4096 // padded))
 
 
@@ -245,14 +247,16 @@ def prune_backward_configs(
     IN_PLACE: bool,
     HAS_WEIGHT: bool,
     HAS_BIAS: bool,
+    HAS_RESIDUAL_GRADIENT: bool,
     **kwargs: Any,
 ) -> list[Config]:
     """Return those of them that give every multiprocessor a program, or that cut no row in place.
 
     And that take no more than `MOST_IN_A_TURN`.
     """
-    enough = max(triton.cdiv(COLUMNS, LONG_SLICE), 1 if COLUMNS <= LONGEST_WHOLE_ROW else 2)
-    left = _with_few_slices(configs, COLUMNS, enough)
+    sums = HAS_WEIGHT + HAS_BIAS
+    is_halved = COLUMNS == HALVED_ROW and not (IN_PLACE or (sums > 1 and HAS_RESIDUAL_GRADIENT))
+    left = _with_few_slices(configs, COLUMNS, 2 if is_halved else triton.cdiv(COLUMNS, LONG_SLICE))
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in left]
     if IN_PLACE and min(slices) > 1:
         raise ValueError(
@@ -260,16 +264,16 @@ def prune_backward_configs(
             "cut in slices, whose readers would see what others have stored; give the outputs "
             "memory of their own"
         )
-    per_sm = programs_per_sm(COLUMNS, HAS_WEIGHT + HAS_BIAS)
+    per_sm = programs_per_sm(COLUMNS, sums)
     return [
         config
         for config, count in zip(left, slices, strict=True)
-        if (count == 1 if IN_PLACE else count * per_sm >= 1)
-        and (count > 1 or not _takes_too_much(config, per_sm))
+        if (count == 1 if IN_PLACE else count == 2 if is_halved else count * per_sm >= 1)
+        and (count > 1 or not _takes_too_much(config, per_sm, COLUMNS))
     ]
 
 
-def _takes_too_much(config: Config, per_sm: float) -> bool:
-    options = config.kwargs
+def _takes_too_much(config: Config, per_sm: float, columns: int) -> bool:
+    options, most = config.kwargs, max(MOST_IN_A_TURN, triton.next_power_of_2(columns))
     is_pipelined = options["IN_TURNS"] and options["PIPELINE_STAGES"] > 2
-    return is_pipelined and options["TILE_ELEMENTS"] * per_sm > MOST_IN_A_TURN
+    return is_pipelined and options["TILE_ELEMENTS"] * per_sm > most

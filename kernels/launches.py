@@ -197,37 +197,25 @@ def run_launch(launch: Launch, pinned: bool) -> None:
 
 
 def backward_plan(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_groups: int,
-    pinned: bool = False,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, pinned: bool = False
 ) -> GridPlan:
     """Return the grid plan of the backward kernel for `x` and these parameters."""
     sums = (weight is not None) + (bias is not None)
     rows, columns = x.shape
-    if pinned and x.device.type != "cpu":
-        count = PINNED_SM_COUNT
-    else:
-        count = sm_count(x.device)
-    return _plan(rows // num_groups, num_groups, count, columns, sums, pinned, x.dtype)
+    count = PINNED_SM_COUNT if pinned and x.device.type != "cpu" else sm_count(x.device)
+    per_sm = _programs_per_sm(columns, sums, pinned)
+    return _plan(rows // num_groups, num_groups, count, per_sm, columns, x.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    rows: int,
-    groups: int,
-    multiprocessors: int,
-    columns: int,
-    sums: int,
-    pinned: bool,
-    dtype: torch.dtype,
+    rows: int, groups: int, sms: int, per_sm: float, columns: int, dtype: torch.dtype
 ) -> GridPlan:
     return plan_grid(
         rows,
         groups,
-        multiprocessors,
-        _programs_per_sm(columns, sums, pinned),
+        sms,
+        per_sm,
         row_bytes=3 * columns * dtype.itemsize,
         partial_bytes=4 * columns * statistics_dtype(dtype).itemsize,
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import inspect
 import io
 import linecache
 import pickle
@@ -31,7 +30,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune import forks
 from safetune.errors import KernelNotTransferable, from_signal_handler
-from safetune.keys.source_text import is_foreign, tree_of
+from safetune.keys.source_text import file_of, is_foreign, source_lines, tree_of
 
 if TYPE_CHECKING:
     import torch
@@ -178,18 +177,19 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         state: tuple[Any, ...]
         if _is_instance(obj, "triton.runtime.interpreter", "InterpretedFunction"):
-            source = _source_lines(obj.fn)
+            source = _source_lines(obj)
             # The interpreter needs one of the names of `triton.language`.
             languages = (triton.language, triton.language.core)
             names = {n: v for n, v in obj.fn.__globals__.items() if any(v is m for m in languages)}
             names |= _signature_globals(obj.fn, source)
-            state = (obj.fn, dict(obj.kwargs), source, None, names)
+            state = (obj.fn, dict(obj.kwargs), file_of(obj.fn), source, None, names)
         elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
             raise TypeError(f"the open file {getattr(obj, 'name', obj)!r} cannot be sent")
         elif isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
             names = _signature_globals(obj.fn, source)
-            state = (obj.fn, _jit_options(obj), source, (obj._src, obj.cache_key), names)
+            text = (obj._src, obj.cache_key)
+            state = (obj.fn, _jit_options(obj), file_of(obj.fn), source, text, names)
         else:
             return super().reducer_override(obj)
         return _new, (type(obj),), state, None, None, _init
@@ -223,12 +223,9 @@ def _jit_options(jit: JITCallable) -> dict[str, Any]:
     return {**options, "repr": jit._repr, "launch_metadata": jit.launch_metadata}
 
 
-def _source_lines(function: Callable[..., Any]) -> tuple[str, int] | None:
-    try:
-        lines, start = inspect.getsourcelines(function)
-    except (OSError, TypeError):
-        return None
-    return "".join(lines), start
+def _source_lines(interpreted: Any) -> tuple[str, int] | None:
+    lines, start = source_lines(interpreted)
+    return ("".join(lines), start) if lines else None
 
 
 def _signature_globals(
@@ -251,10 +248,11 @@ def _new(cls: Any) -> Any:
 
 def _init(obj: Any, state: tuple[Any, ...]) -> None:
     """Build the jit function in place; in a second step because its globals may refer to it."""
-    function, options, source, text, signature_globals = state
+    function, options, file, source, text, signature_globals = state
     function.__globals__.update(signature_globals)
+    function.__code__ = function.__code__.replace(co_filename=file)
     if source is not None:
-        _remember_source(function.__code__.co_filename, *source)
+        _remember_source(file, *source)
     obj.__init__(function, **options)
     if text is not None:
         # The cache key is sent, too: Triton 3.6 computes another one for the same functions,

@@ -24,6 +24,7 @@ from safetune.keys.source_text import (
     Use,
     definition_line,
     dotted,
+    file_of,
     is_foreign,
     last_name,
     source_of,
@@ -60,7 +61,7 @@ def usage_in_body(kernel: Any) -> Usage:
     lines = _jit_lines(jit, {})
     if lines is None:
         return Usage(everything="the body, whose source is missing")
-    file = Path(function.__code__.co_filename).name
+    file = Path(file_of(function)).name
     offset = max(definition_line(jit) - 1, 0)
     return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
 

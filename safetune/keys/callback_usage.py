@@ -29,6 +29,7 @@ from safetune.keys.source_text import (
     body_of,
     definition_line,
     dotted,
+    file_of,
     last_name,
     nodes_of,
     parse,
@@ -92,7 +93,7 @@ def usage_in_callback(
     nodes = nodes_of(function) if function is not None else ()
     if function is None or not nodes:
         return Usage(everything=f"{label}, whose source is missing")
-    label = f"{label} ({Path(function.__code__.co_filename).name}:{{}})"
+    label = f"{label} ({Path(file_of(function)).name}:{{}})"
     found = Usage()
     for node in nodes:
         skipped = bound
@@ -213,7 +214,7 @@ def _heuristics_above(jit: Any, below: int) -> list[ast.expr]:
 
 def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Usage:
     """Return what a function, or a dict of functions, in a decorator's text reads."""
-    location = f"{Path(function.__code__.co_filename).name}:{{}}"
+    location = f"{Path(file_of(function)).name}:{{}}"
     if isinstance(value, ast.Lambda):
         return _usage_of_argument(f"{label} ({location})", value, 0)
     known = Scope(function).value_of(dotted(value))

@@ -24,6 +24,7 @@ from safetune.keys.source_text import (
     Scope,
     code_record,
     definition_line,
+    file_of,
     is_foreign,
     is_foreign_class,
     nodes_of,
@@ -123,7 +124,7 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
         name=function.__name__,
         digest=encoding.digest(everything),
         source=source_of(jit) or "",
-        file=function.__code__.co_filename,
+        file=file_of(function),
         line=definition_line(jit),
     )
 

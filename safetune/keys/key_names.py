@@ -20,7 +20,7 @@ from safetune.isolation import backend
 from safetune.keys import kernel_digest
 from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
 from safetune.keys.kernel_digest import base_function, inner_heuristics, layers, option_of
-from safetune.keys.source_text import definition_line, source_lines
+from safetune.keys.source_text import definition_line, file_of, source_lines
 from safetune.keys.text_facts import noted, package_state
 from safetune.keys.written_key import WrittenKey, check_kept
 from safetune.settings import PhantomPolicy
@@ -173,7 +173,7 @@ class KernelFacts:
         jit, function = base_function(kernel)
         self.kernel = kernel
         self.name = function.__name__
-        self.file = function.__code__.co_filename
+        self.file = file_of(function)
         self.line = definition_line(jit) or function.__code__.co_firstlineno
         self.parameters = inspect.signature(function).parameters
         ordered = list(self.parameters)
@@ -192,7 +192,7 @@ class KernelFacts:
     def evidence(self) -> Any:
         """Return all that the classes rest on, as plain data; None where that is not sure."""
         jit, function = base_function(self.kernel)
-        files = package_state(function.__code__.co_filename)
+        files = package_state(file_of(function))
         prune = self._callbacks.get("prune_configs_by") or {}
         hooks = [prune.get("early_config_prune"), prune.get("perf_model")]
         hooks += [self._callbacks.get("pre_hook"), self._callbacks.get("post_hook")]

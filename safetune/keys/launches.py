@@ -25,6 +25,7 @@ from safetune.keys.source_text import (
     arguments_of,
     children,
     dotted,
+    file_of,
     file_text,
     files_in,
     last_name,
@@ -105,7 +106,7 @@ def may_be_launched_unseen(kernel: Any) -> bool:
 def _texts(kernel: Any) -> Iterator[tuple[str, str, frozenset[str]]]:
     """Yield (file, text, names of the kernel) of the modules that may launch a kernel."""
     _, function = base_function(kernel)
-    file, name = function.__code__.co_filename, function.__name__
+    file, name = file_of(function), function.__name__
     yield file, file_text(function), frozenset([name])
     for path, names in importers(file, name).items():
         yield str(path), path.read_text(encoding="utf-8", errors="replace"), frozenset(names)

@@ -23,6 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 #: Builtins that see every local variable.
 FRAME_READERS = frozenset({"locals", "vars", "eval", "exec", "dir"})
 
+#: What cloudpickle 3.1.3 names the file of all code.
+_CODE_OF_A_COPY = "<dynamic-code>"
+
 _DEF = re.compile(r"^def\s+\w+\s*\(", re.MULTILINE)
 
 #: The most folders without `__init__.py` between two that have one.
@@ -113,9 +116,19 @@ def _constant(value: Any) -> Any:
     return [type(value).__name__, repr(text)]
 
 
+def file_of(function: FunctionType) -> str:
+    """Return the name of the file that defines `function`.
+
+    A copy that cloudpickle 3.1.3 or newer has made says `<dynamic-code>`, and has the names of its
+    module's globals.
+    """
+    file = function.__code__.co_filename
+    return function.__globals__.get("__file__") or file if file == _CODE_OF_A_COPY else file
+
+
 def file_text(function: FunctionType) -> str:
     """Return the text of the file that defines `function`; empty where no file does."""
-    file = function.__code__.co_filename
+    file = file_of(function)
     linecache.checkcache(file)  # a module that was edited and reloaded has other text
     return "".join(linecache.getlines(file, function.__globals__))
 
@@ -135,8 +148,11 @@ def source_lines(jit: Any) -> tuple[list[str], int]:
     """Return the lines in the file, with decorators, and the first one's number; or no lines."""
     if hasattr(jit, "raw_src"):
         return list(jit.raw_src), jit.starting_line_number
+    first = jit.fn.__code__.co_firstlineno
     try:
-        return inspect.getsourcelines(jit.fn)
+        if jit.fn.__code__.co_filename != _CODE_OF_A_COPY:
+            return inspect.getsourcelines(jit.fn)
+        return inspect.getblock(file_text(jit.fn).splitlines(keepends=True)[first - 1 :]), first
     except (OSError, TypeError):
         return [], 0
 
@@ -187,7 +203,7 @@ def is_foreign(defined: ModuleType | FunctionType) -> bool:
         if getattr(defined.__spec__, "origin", None) in ("built-in", "frozen"):
             file = file or "built-in"
     else:
-        name, file = defined.__module__ or "", defined.__code__.co_filename
+        name, file = defined.__module__ or "", file_of(defined)
         if file.startswith("<frozen "):
             file = defined.__globals__.get("__file__") or "built-in"
     return bool(file) and _is_installed(name.partition(".")[0], str(file))

@@ -17,7 +17,7 @@ from safetune import forks
 from safetune.errors import InvalidSetting, PhantomKeyWarning, SettingWarning, with_nearest
 from safetune.frozen import dataclass
 from safetune.keys.kernel_digest import base_function
-from safetune.keys.source_text import definition_line
+from safetune.keys.source_text import definition_line, file_of
 from safetune.keys.tuning_key import Bucket
 from safetune.messages import warn
 from safetune.settings import Settings
@@ -177,4 +177,4 @@ def warn_at(kernel: Any, message: str) -> None:
     """Warn at the kernel's own line: its decorator may be any number of frames away."""
     jit, function = base_function(kernel)
     line = definition_line(jit) or function.__code__.co_firstlineno
-    warn(message, PhantomKeyWarning, at=(function.__code__.co_filename, line))
+    warn(message, PhantomKeyWarning, at=(file_of(function), line))

@@ -68,7 +68,7 @@ KERNELS = {
     "few_backward": few_rows_backward_kernel,
     "long_backward": long_rows_backward_kernel,
 }
-FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True}
+FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True, "HAS_RESIDUAL_GRADIENT": False}
 
 
 def compile_config(
@@ -188,7 +188,13 @@ def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
         return prune_configs(configs, {}, COLUMNS=columns)
     if name == "backward":
         return prune_backward_configs(
-            configs, {}, COLUMNS=columns, IN_PLACE=False, HAS_WEIGHT=True, HAS_BIAS=True
+            configs,
+            {},
+            COLUMNS=columns,
+            IN_PLACE=False,
+            HAS_WEIGHT=True,
+            HAS_BIAS=True,
+            HAS_RESIDUAL_GRADIENT=False,
         )
     return list(configs)
 

@@ -17,8 +17,8 @@ from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
+    HALVED_ROW,
     LONG_SLICE,
-    LONGEST_WHOLE_ROW,
     MOST_IN_A_TURN,
     TALL_TILE,
     WIDEST_TILE,
@@ -323,9 +323,10 @@ def test_pruning_leaves_whole_rows_or_long_slices(columns: int, has_bias: bool) 
         IN_PLACE=False,
         HAS_WEIGHT=True,
         HAS_BIAS=has_bias,
+        HAS_RESIDUAL_GRADIENT=False,
     )
     most = max(1, -(-columns // LONG_SLICE))
-    halves = most if columns <= LONGEST_WHOLE_ROW else max(2, most)
+    halves = 2 if columns == HALVED_ROW else most
     for left, slices in ((forward, most), (backward, halves)):
         assert len(left) >= 2
         for config in left:
@@ -347,7 +348,13 @@ def test_whole_rows_in_turns_take_8_kib_at_most(
     columns: int, has_bias: bool, elements: set[int]
 ) -> None:
     """Of all programs of a multiprocessor; without stages they may take more."""
-    keys = {"COLUMNS": columns, "IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": has_bias}
+    keys = {
+        "COLUMNS": columns,
+        "IN_PLACE": False,
+        "HAS_WEIGHT": True,
+        "HAS_BIAS": has_bias,
+        "HAS_RESIDUAL_GRADIENT": False,
+    }
     left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
     in_turns = [config.kwargs for config in left if config.kwargs["IN_TURNS"]]
     staged = {c["TILE_ELEMENTS"] for c in in_turns if c["PIPELINE_STAGES"] > 2}
@@ -361,7 +368,13 @@ def test_rows_written_in_place_are_not_cut(columns: int) -> None:
     """dx may be stored over dy up to 16384 columns; longer rows are refused, not spoilt."""
 
     def prune() -> list[triton.Config]:
-        keys = {"COLUMNS": columns, "IN_PLACE": True, "HAS_WEIGHT": True, "HAS_BIAS": False}
+        keys = {
+            "COLUMNS": columns,
+            "IN_PLACE": True,
+            "HAS_WEIGHT": True,
+            "HAS_BIAS": False,
+            "HAS_RESIDUAL_GRADIENT": False,
+        }
         return prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
 
     if columns > WIDEST_TILE:

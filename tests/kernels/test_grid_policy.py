@@ -148,7 +148,13 @@ def busy_share_and_balance(plan: GridPlan, sm_count: int, slices: int) -> tuple[
 @pytest.mark.parametrize("columns", [128, 256, 1024, 4096, 8192, 16384, 32768])
 def test_the_machine_is_busy(columns: int, has_bias: bool) -> None:
     """For each number of slices that a config may cut rows into."""
-    keys = {"COLUMNS": columns, "IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": has_bias}
+    keys = {
+        "COLUMNS": columns,
+        "IN_PLACE": False,
+        "HAS_WEIGHT": True,
+        "HAS_BIAS": has_bias,
+        "HAS_RESIDUAL_GRADIENT": False,
+    }
     left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
     per_sm = programs_per_sm(columns, 1 + has_bias)
     slices = {slice_count(config.kwargs["TILE_ELEMENTS"], columns) for config in left}

@@ -98,7 +98,12 @@ def choices_for() -> Any:
         identity, config = kernel.tuner.identity, kernel.tuner.configs[1]
         device = {"name": "GPU", "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
         toolchain = {"triton": "3.6.0", "backend": "b", "target": "t", "environment": {}}
-        flags = {"IN_PLACE": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
+        flags = {
+            "IN_PLACE": False,
+            "HAS_WEIGHT": True,
+            "HAS_BIAS": True,
+            "HAS_RESIDUAL_GRADIENT": False,
+        }
         values = [["COLUMNS", 256], *map(list, flags.items())]
         call = {"values": values, "dtypes": [], "options": []}
         facts = {
