@@ -363,6 +363,31 @@ def test_whole_rows_in_turns_take_8_kib_at_most(
     assert any(c["PIPELINE_STAGES"] == 1 for c in in_turns)
 
 
+@pytest.mark.parametrize(
+    ("columns", "has_bias", "has_residual_gradient", "slices"),
+    [
+        (HALVED_ROW, False, False, {2}),
+        (HALVED_ROW, False, True, {2}),
+        (HALVED_ROW, True, False, {2}),
+        (HALVED_ROW, True, True, {1}),
+        (HALVED_ROW - 1, False, False, {1}),
+    ],
+)
+def test_rows_of_one_length_are_cut_in_two(
+    columns: int, has_bias: bool, has_residual_gradient: bool, slices: set[int]
+) -> None:
+    left = prune_backward_configs(
+        BACKWARD_CONFIGS,
+        {},
+        COLUMNS=columns,
+        IN_PLACE=False,
+        HAS_WEIGHT=True,
+        HAS_BIAS=has_bias,
+        HAS_RESIDUAL_GRADIENT=has_residual_gradient,
+    )
+    assert {slice_count(config.kwargs["TILE_ELEMENTS"], columns) for config in left} == slices
+
+
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_rows_written_in_place_are_not_cut(columns: int) -> None:
     """dx may be stored over dy up to 16384 columns; longer rows are refused, not spoilt."""
