@@ -56,7 +56,7 @@ class Problem:
         """Yield every kernel, launch and config, on operands of that device."""
         import torch
 
-        from safetune.kernels import launches
+        from safetune.kernels import launches, long_rows
 
         rms, residual = self.kind == "rms", self.kind == "layer"
         groups = GROUPS if self.kind == "group" else 1
@@ -87,8 +87,10 @@ class Problem:
         recompute = self.kind == "group"
         partials, backward = launches.backward_launch(plan, *(*gradients, *options, recompute))
         yield from self._with_configs(backward)
-        if launches.is_long(normalized, weight, bias, recompute, pinned=False):
-            yield from self._with_configs(launches.long_rows_launch(backward))
+        if long_rows.is_long(normalized, recompute, pinned=False):
+            own = long_rows.long_rows_plan(normalized, groups)
+            _, backward = launches.backward_launch(own, *(*gradients, *options, recompute))
+            yield from self._with_configs(long_rows.long_rows_launch(backward))
         sums = (partials.weight_partials, partials.bias_partials)
         _, finalize = launches.finalize_launch(plan, *sums, weight, bias)
         yield from self._with_configs(finalize)

@@ -113,8 +113,12 @@ BACKWARD_CONFIGS = [
     ),
 ]
 
-#: For rows of two slices of at most `WIDEST_TILE` columns: see `long_rows`.
-LONG_BACKWARD_CONFIGS = [Config({"TILE_ELEMENTS": WIDEST_TILE}, num_warps=32)]
+#: For rows that several programs share: see `long_rows`. With 128 registers for 256 threads, two
+#: programs fit on a multiprocessor.
+LONG_BACKWARD_CONFIGS = [
+    Config({"TILE_ELEMENTS": 4096, "PIPELINE_STAGES": 3}, num_warps=8, maxnreg=128)
+]
+LONG_PROGRAMS_PER_SM = 2
 
 FINALIZE_CONFIGS = [
     _finalize_config(128, 16, num_warps=4),
@@ -180,10 +184,10 @@ def slice_columns(tile_elements, columns):
 
 
 @triton.constexpr_function
-def output_cache(columns, is_rms_norm):
-    """Return how the forward kernel stores y: a layer norm of rows longer than a tile is 1 % faster
-    on an H100 where y leaves the L2 cache first; an RMS norm is not."""
-    return ".cs" if columns > WIDEST_TILE and not is_rms_norm else ""
+def is_alone(columns, slices):
+    """Return whether a program of the forward kernel has a multiprocessor to itself: nothing else
+    runs while it waits."""
+    return columns > WIDEST_TILE and slices == 1
 
 
 def slice_count(tile_elements: int, columns: int) -> int:

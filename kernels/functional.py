@@ -25,11 +25,10 @@ from safetune.kernels.launches import (
     few_rows_forward_launch,
     finalize_launch,
     forward_launch,
-    is_long,
     is_pinned,
-    long_rows_launch,
     run_launch,
 )
+from safetune.kernels.long_rows import is_long, long_rows_launch, long_rows_plan
 from safetune.kernels.operands import (
     check_device,
     check_dtypes,
@@ -175,11 +174,12 @@ def backward_rows(
             run_launch(launch, pinned)
         dres_in = dx if has_residual and dres_in is None else dres_in
         return (dx, dw, db, dres_in), BackwardLaunches(None, launch, None)
-    plan = backward_plan(x, weight, bias, num_groups, pinned)
+    long = is_long(x, recompute_output, pinned)
+    sizes = (x, weight, bias, num_groups, pinned)
+    plan = long_rows_plan(x, num_groups) if long else backward_plan(*sizes)
     arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
     outputs, launch = backward_launch(plan, *arguments)
-    if is_long(x, weight, bias, recompute_output, pinned):
-        launch = long_rows_launch(launch)
+    launch = long_rows_launch(launch) if long else launch
     with torch.cuda.device_of(x):
         if x.numel():
             run_launch(launch, pinned)

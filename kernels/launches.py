@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import Config
 
 from safetune.frontend.autotuner import Autotuner
-from safetune.kernels.configs import WIDEST_TILE, programs_per_sm, slice_count, tile_rows
+from safetune.kernels.configs import programs_per_sm, slice_count, tile_rows
 from safetune.kernels.few_rows import few_rows_backward_kernel, few_rows_forward_kernel
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 from safetune.kernels.layer_norm import (
@@ -25,7 +25,6 @@ from safetune.kernels.layer_norm import (
     layer_norm_finalize_kernel,
     layer_norm_forward_kernel,
 )
-from safetune.kernels.long_rows import long_rows_backward_kernel
 
 #: The interpreter runs programs one after another, so two are enough.
 INTERPRETER_SM_COUNT = 2
@@ -282,28 +281,6 @@ def backward_launch(
 
     runs = (plan.rows, plan.programs_per_group)
     return outputs, Launch(layer_norm_backward_kernel, grid, (*args, *runs), kwargs)
-
-
-def is_long(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, recompute_output: bool, pinned: bool
-) -> bool:
-    """Return whether `long_rows_launch` is the faster one for a matrix, as it is on an H100."""
-    if pinned or weight is None or bias is not None or recompute_output:
-        return False
-    fits = WIDEST_TILE < x.shape[1] <= 2 * WIDEST_TILE and x.dtype != torch.float64
-    return fits and _has_long_rows(x.device)
-
-
-@functools.cache
-def _has_long_rows(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def long_rows_launch(launch: Launch) -> Launch:
-    """Return the launch of `long_rows_backward_kernel` in the place of a `backward_launch`."""
-    names = long_rows_backward_kernel.arg_names
-    kwargs = {name: value for name, value in launch.kwargs.items() if name in names}
-    return launch._replace(kernel=long_rows_backward_kernel, kwargs=kwargs)
 
 
 def finalize_launch(

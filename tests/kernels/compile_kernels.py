@@ -38,6 +38,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 #: Pointers to fp32 whatever the dtype of the inputs, unless that is fp64.
 STATISTICS = ("mean_pointer", "rstd_pointer", "weight_partials_pointer", "bias_partials_pointer")
 
+#: The dtype of other pointers that does not depend on that of the inputs.
+OTHERS = {"words_pointer": "*i64"}
+
 #: Not passed in these launches.
 ABSENT = {
     "forward": ("residual_pointer", "residual_output_pointer"),
@@ -49,7 +52,7 @@ ABSENT = {
     "finalize": (),
 }
 ABSENT |= {f"few_{name}": ABSENT[name] for name in ("forward", "backward")}
-ABSENT["long_backward"] = (*ABSENT["backward"], "bias_pointer", "bias_partials_pointer")
+ABSENT["long_backward"] = ABSENT["backward"]
 
 #: Those of them that a launch with a residual passes, and its flags.
 RESIDUAL = {
@@ -90,7 +93,9 @@ def compile_config(
     constants: dict[str, Any] = {}
     for argument in kernel.arg_names:
         if argument.endswith("_pointer") and argument not in absent:
-            signature[argument] = statistics if argument in STATISTICS else f"*{dtype}"
+            signature[argument] = (
+                statistics if argument in STATISTICS else OTHERS.get(argument, f"*{dtype}")
+            )
         elif argument in ("rows", "programs_per_group"):
             signature[argument] = "i32"
         elif argument == "eps":

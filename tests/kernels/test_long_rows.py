@@ -1,4 +1,8 @@
-"""The backward kernel for rows of two slices against the definition in fp64."""
+"""The backward kernel for rows that programs share, against the definition in fp64.
+
+The interpreter runs one program after the other, so none can wait for the next one: here a program
+takes what was published, and the kernel runs twice. The second time, every share has come.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,60 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from safetune.kernels import rms_norm
-from safetune.kernels.configs import LONG_BACKWARD_CONFIGS
-from safetune.kernels.launches import backward_launch, backward_plan, is_long, long_rows_launch
-from safetune.kernels.long_rows import long_rows_backward_kernel
+from safetune.kernels import long_rows, rms_norm
+from safetune.kernels.configs import FORWARD_CONFIGS, LONG_BACKWARD_CONFIGS
+from safetune.kernels.launches import Launch, backward_launch, forward_launch
+from safetune.kernels.long_rows import (
+    is_long,
+    long_rows_backward_kernel,
+    long_rows_launch,
+    long_rows_plan,
+)
 from safetune.verify.overlap import check_overlap
 
-pytestmark = pytest.mark.usefixtures("loops")
+pytestmark = pytest.mark.usefixtures("loops", "published")
+
+
+@triton.jit
+def what_is_published(pointers):  # type: ignore[no-untyped-def]
+    return tl.load(pointers).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetune.kernels.long_rows.awaited", what_is_published)
+
+
+@pytest.fixture
+def has_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_rows, "_has_long_rows", lambda device: True)
+
+
+def run_twice(launch: Launch) -> None:
+    (config,) = LONG_BACKWARD_CONFIGS
+    kernel, words = launch.kernel.fn, launch.args[9]
+    for _ in range(2):
+        words[-1] = 0  # no program has started
+        kernel[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
+    marks = words >> 32
+    assert marks[:-1].eq(1).all(), "a share that was not published would be waited for"
+
 
 kinds = pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
 
 
 @pytest.mark.parametrize(
-    ("columns", "groups", "is_rms_norm", "dtype", "dx_dtype"),
+    ("columns", "groups", "is_rms_norm", "has_bias", "dtype", "dx_dtype"),
     [
-        (16385, 1, False, torch.float32, torch.bfloat16),
-        (16385, 1, True, torch.float16, torch.float32),
-        (20000, 2, False, torch.bfloat16, torch.float32),
-        (20000, 2, True, torch.float32, torch.bfloat16),
-        (32768, 1, False, torch.float16, torch.bfloat16),
-        (32768, 1, True, torch.bfloat16, torch.float32),
+        (16385, 1, False, True, torch.float32, torch.bfloat16),
+        (16385, 1, True, False, torch.float16, torch.float32),
+        (20000, 2, False, False, torch.bfloat16, torch.float32),
+        (20000, 2, True, True, torch.float32, torch.bfloat16),
+        (32768, 1, False, True, torch.float16, torch.bfloat16),
+        (40000, 1, True, False, torch.bfloat16, torch.float32),
     ],
 )
 def test_gradients(
@@ -36,38 +73,38 @@ def test_gradients(
     columns: int,
     groups: int,
     is_rms_norm: bool,
+    has_bias: bool,
     dtype: torch.dtype,
     dx_dtype: torch.dtype,
 ) -> None:
     """With a residual's gradient, which is added and, in another dtype than dx, stored as well."""
     x, dy, dres = (random(4 * groups, columns, dtype=dtype, grad=False) for _ in range(3))
-    weight = random(groups * columns, grad=False)
+    weight, bias = (random(groups * columns, grad=False) for _ in range(2))
+    bias = bias if has_bias else None
     mean = None if is_rms_norm else x.float().mean(1)
     centred = x.float() if mean is None else x.float() - mean[:, None]
     rstd = (centred.square().mean(1) + 1e-5).rsqrt()
-    operands = (dy, x, weight, None, mean, rstd, dres)
-    plan = backward_plan(x, weight, None, groups)
-    outputs, made = backward_launch(
-        plan, *operands, True, is_rms_norm, dx_dtype, recompute_output=False
-    )
-    for output in (outputs.x, outputs.residual, outputs.weight_partials):
+    plan = long_rows_plan(x, groups)
+    operands = (plan, dy, x, weight, bias, mean, rstd, dres)
+    outputs, made = backward_launch(*operands, True, is_rms_norm, dx_dtype, recompute_output=False)
+    sums = [outputs.weight_partials, *([outputs.bias_partials] if has_bias else [])]
+    for output in (outputs.x, outputs.residual, *sums):
         output.fill_(torch.nan)  # so that what is left unwritten cannot look right
-    launch = long_rows_launch(made)
-    (config,) = LONG_BACKWARD_CONFIGS
-    kernel = launch.kernel.fn
-    kernel[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
+    run_twice(long_rows_launch(made))
 
-    leaves = [leaf.double().requires_grad_() for leaf in (x, weight)]
+    leaves = [leaf.double().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
     tokens = leaves[0].view(-1, groups * columns)
     options = {"is_rms_norm": is_rms_norm, "num_groups": groups}
-    y = reference(tokens, leaves[1], None, **options)
+    y = reference(tokens, leaves[1], leaves[2] if has_bias else None, **options)
     incoming = (dy.double().view_as(y), dres.double())
-    dx, dw = torch.autograd.grad((y, leaves[0]), leaves, incoming)
+    dx, *gradients = torch.autograd.grad((y, leaves[0]), leaves, incoming)
     close(outputs.x, dx, slack=2.0)
     close(outputs.residual, dx, slack=2.0)
-    close(outputs.weight_partials.view(groups, -1, columns).sum(1).flatten(), dw)
+    for found, right in zip(sums, gradients, strict=True):
+        close(found.view(groups, -1, columns).sum(1).flatten(), right)
 
 
+@pytest.mark.usefixtures("has_long_rows")
 def test_long_rows_are_launched_with_it(random: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr(
@@ -83,40 +120,60 @@ def test_long_rows_are_launched_with_it(random: Any, monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_which_rows_are_long(random: Any) -> None:
-    rows, weight = random(2, 16385), random(16385)
-    assert is_long(rows, weight, None, False, pinned=False)
+def test_which_rows_are_long(random: Any, has_long_rows: None) -> None:
+    rows = random(2, 16385)
+    assert is_long(rows, False, pinned=False)
+    assert is_long(random(1, 2**18), False, pinned=False)
     for changed in (
-        (rows, weight, weight, False, False),
-        (rows, None, None, False, False),
-        (rows, weight, None, True, False),
-        (rows, weight, None, False, True),
-        (rows.double(), weight, None, False, False),
-        (random(2, 16384), weight, None, False, False),
-        (random(1, 32769), weight, None, False, False),
+        (rows, True, False),
+        (rows, False, True),
+        (rows.double(), False, False),
+        (random(2, 16384), False, False),
     ):
         assert not is_long(*changed)
+
+
+def test_no_row_is_long_in_the_interpreter(random: Any) -> None:
+    assert not is_long(random(2, 16385), False, pinned=False)
 
 
 @kinds
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 def test_one_program_writes_each_element(random: Any, tokens: int, is_rms_norm: bool) -> None:
-    x, dy, weight = random(tokens, 16400), random(tokens, 16400), random(16400)
+    x, dy = random(tokens, 16400), random(tokens, 16400)
+    weight, bias = random(16400), random(16400)
     mean, rstd = torch.zeros_like(x[:, 0]), torch.ones_like(x[:, 0])
-    operands = (dy, x, weight, None, None if is_rms_norm else mean, rstd, None)
-    outputs, made = backward_launch(
-        backward_plan(x, weight, None, 1),
-        *operands,
-        False,
-        is_rms_norm,
-        None,
-        recompute_output=False,
-    )
+    operands = (long_rows_plan(x, 1), dy, x, weight, bias, None if is_rms_norm else mean, rstd)
+    _, made = backward_launch(*operands, None, False, is_rms_norm, None, recompute_output=False)
     launch = long_rows_launch(made)
     call = (long_rows_backward_kernel, launch.grid, *launch.args)
-    names = ["input_gradient_pointer", "weight_partials_pointer"]
+    names = ["input_gradient_pointer", "weight_partials_pointer", "bias_partials_pointer"]
     (config,) = LONG_BACKWARD_CONFIGS
-    report = check_overlap(*call, config=config, outputs=names, **launch.kwargs)
+    options = {"config": config, "outputs": names, "allow": ["words_pointer"]}
+    report = check_overlap(*call, **options, **launch.kwargs)
     assert report.ok, str(report)
     assert report.idle_programs == (), str(report)
-    assert outputs.bias_partials is None
+
+
+@pytest.mark.parametrize("kind", ["far", "outliers", "constant", "normal"])
+def test_both_sums_of_a_row_in_one_exchange(random: Any, kind: str) -> None:
+    """Of rows, too, whose sampled elements are as far from the mean as they can be."""
+    columns = 20000
+    x = random(2, columns, dtype=torch.float32, grad=False)
+    if kind == "far":
+        x = x / 8 + 100
+    elif kind == "outliers":
+        x[:, :: columns // 8] = 1000.0
+    elif kind == "constant":
+        x = x * 0 + 3.0
+    outputs, launch = forward_launch(x, None, None, 1e-5, None, None, None, False, 1)
+    config = next(c for c in FORWARD_CONFIGS if c.kwargs["TILE_ELEMENTS"] > columns)
+    launch.kernel.fn[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
+    mean, variance = x.double().mean(1), x.double().var(1, correction=0)
+    rstd = (variance + 1e-5).rsqrt()
+    # The interpreter adds up one number after the other, a device in a tree, with less rounding.
+    off = {"rtol": 1e-6, "atol": 2e-4 * float(variance.max().sqrt())}
+    torch.testing.assert_close(outputs.mean.double(), mean, **off)
+    torch.testing.assert_close(outputs.rstd.double(), rstd, rtol=2e-5, atol=0)
+    right = (x.double() - mean[:, None]) * rstd[:, None]
+    torch.testing.assert_close(outputs.y.double(), right, rtol=2e-5, atol=3e-4)

@@ -164,15 +164,33 @@ def test_long_rows(
 
 
 @kinds
-@pytest.mark.parametrize("columns", [20000, 32768])
-def test_long_rows_without_a_bias(
-    compare: Any, random: Any, columns: int, is_rms_norm: bool
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("columns", [16385, 20000, 32768])
+def test_long_rows_with_many_turns(
+    compare: Any, random: Any, columns: int, groups: int, is_rms_norm: bool
 ) -> None:
-    """A card of 9.0 has a kernel of its own for these."""
-    leaves = [random(300, columns, dtype=torch.bfloat16), random(columns), None]
-    dy = random(300, columns, dtype=torch.bfloat16, grad=False)
-    options = {"is_rms_norm": is_rms_norm}
-    compare(lambda *leaves: layer_norm(*leaves, **options), leaves, dy, **options)
+    """A card of 9.0 has a kernel of its own for these, whose programs wait for each other."""
+    leaves = [random(300, groups * columns, dtype=torch.bfloat16), random(groups * columns), None]
+    dy = random(300, groups * columns, dtype=torch.bfloat16, grad=False)
+    options = {"is_rms_norm": is_rms_norm, "num_groups": groups}
+    compare(lambda *leaves: group_norm(*leaves, **options), leaves, dy, **options)
+
+
+@pytest.mark.parametrize("columns", [20000, 32768])
+def test_long_rows_with_outliers(compare: Any, random: Any, columns: int) -> None:
+    """A mean of eight elements, which the sums of such rows begin from, is far off."""
+    x = random(37, columns, grad=False)
+    x[:, :: columns // 8] = 1000.0
+    leaves = [x.requires_grad_(), random(columns), random(columns)]
+    compare(layer_norm, leaves, random(37, columns, grad=False))
+
+
+def test_rows_longer_than_the_card_has_programs_for_at_once(compare: Any, random: Any) -> None:
+    """16 groups of 32 programs a row are more than run at the same time: some wait their turn."""
+    leaves = [random(3, 16 * 2**17, dtype=torch.bfloat16), None, None]
+    dy = random(3, 16 * 2**17, dtype=torch.bfloat16, grad=False)
+    options = {"is_rms_norm": True, "num_groups": 16}
+    compare(lambda *leaves: group_norm(*leaves, **options), leaves, dy, **options)
 
 
 def assert_alike(found: list[Tensor], right: list[Tensor]) -> None:
