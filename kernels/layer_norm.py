@@ -36,22 +36,17 @@ from safetune.kernels.tiles import load_as, load_once, owned_tiles, sum_columns,
 
 
 @triton.jit
-def row_moments(first_element, x, mask, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+def row_moments(x, mask, COLUMNS: tl.constexpr):
     """Return a row's mean and the sum of its centred squares, in one exchange between threads.
 
-    It adds up distances from a number near the mean, the mean of eight of the elements. Where that
-    is so far off that most of the squares would cancel, they are added up again.
+    Where more than three quarters of the squares cancel, as in rows far from zero, or are infinite,
+    it takes a second one, as for shorter rows.
     """
-    near = tl.zeros((), dtype)
-    for part in tl.static_range(8):
-        near += tl.load(first_element + part * (COLUMNS // 8)).to(dtype) / 8
-    distance = tl.where(mask, x - near, 0.0)
-    totals, sums = tl.split(tl.sum(tl.join(distance, distance * distance), axis=1))
+    totals, sums = tl.split(tl.sum(tl.join(x, x * x), axis=1))
     total, squares = tl.sum(totals, axis=0), tl.sum(sums, axis=0)
-    off = total / COLUMNS
-    mean = near + off
-    centred_squares = squares - total * off
-    if 4 * centred_squares < squares:
+    mean = total / COLUMNS
+    centred_squares = squares - total * mean
+    if not 4 * centred_squares >= squares:
         centred = tl.where(mask, x - mean, 0.0)
         centred_squares = tl.sum(tl.sum(centred * centred, axis=1), axis=0)
     return mean, centred_squares
@@ -120,8 +115,7 @@ def layer_norm_forward_kernel(
         if IS_RMS_NORM:
             squares += tl.sum(x * x, axis=1)
         elif ALONE and not HAS_RESIDUAL:
-            first_element = input_pointer + tl.program_id(0).to(tl.int64) * COLUMNS
-            row_mean, centred_squares = row_moments(first_element, x, mask, COLUMNS, compute_type)
+            row_mean, centred_squares = row_moments(x, mask, COLUMNS)
             mean += row_mean
             squares += centred_squares
         else:

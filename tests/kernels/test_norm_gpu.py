@@ -177,11 +177,9 @@ def test_long_rows_with_many_turns(
 
 
 @pytest.mark.parametrize("columns", [20000, 32768])
-def test_long_rows_with_outliers(compare: Any, random: Any, columns: int) -> None:
-    """A mean of eight elements, which the sums of such rows begin from, is far off."""
-    x = random(37, columns, grad=False)
-    x[:, :: columns // 8] = 1000.0
-    leaves = [x.requires_grad_(), random(columns), random(columns)]
+def test_long_rows_far_from_zero(compare: Any, random: Any, columns: int) -> None:
+    leaves = [random(37, columns, grad=False) + 4, random(columns), random(columns)]
+    leaves[0].requires_grad_()
     compare(layer_norm, leaves, random(37, columns, grad=False))
 
 
