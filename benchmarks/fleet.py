@@ -182,7 +182,8 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
     from safetune.errors import Busy, NotExclusive
     from safetune.offline.shards import Shard, SweepStates, Turns, Whose
     from safetune.store.lookup import GuardedStore
-    from safetune.store.shared.layer import SWEEP_S, SWEEP_WAIT_S, SharedLayer, open_shared
+    from safetune.store.shared.layer import SWEEP_WAIT_S, SharedLayer
+    from safetune.store.shared.opening import SWEEP_S, open_shared
 
     drawn = random.Random(rank)
     begin, tuned, tunings = time.monotonic(), 0.0, 0
@@ -220,12 +221,12 @@ def rank_main(url: str, folder: Path, rank: int, ranks: int, keys: int, seconds:
 def slow_down(factor: float) -> None:
     """Stretch all times that ranks wait, and after which leases end."""
     from safetune.offline import shards
-    from safetune.store.shared import layer
+    from safetune.store.shared import layer, opening
 
     changed = (
         (shards, "_LOOK_S"),
         (shards, "_REFRESH_S"),
-        (layer, "SWEEP_S"),
+        (opening, "SWEEP_S"),
         (layer, "SWEEP_WAIT_S"),
         (layer, "BUDGET_S"),
         (layer, "RETRY_S"),
@@ -288,7 +289,7 @@ def part_name(case: str, options: argparse.Namespace) -> str:
 
 def run_case(case: str, url: str, folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     """Run one fleet; yield a row for each node, and one for the whole."""
-    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.opening import open_shared
     from safetune.store.shared.protocol import space_of
 
     part = part_name(case, options)

@@ -46,7 +46,7 @@ def figures(rows: Sequence[Row]) -> Figures:
 
 def herd(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Fork a herd on a server of its own, twice."""
-    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.opening import open_shared
 
     module = _server_module()
     with tempfile.TemporaryDirectory(prefix="store-") as name:
@@ -115,7 +115,7 @@ def _child(url: str, store: Path, pipes: tuple[int, int, int]) -> int:
 
 def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Time a directory of many records."""
-    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.opening import open_shared
 
     with tempfile.TemporaryDirectory(prefix="store-") as name:
         url = f"file://{name}/shared"
@@ -144,7 +144,8 @@ def directory(part: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def _first_miss(url: str, folder: Path) -> tuple[float, float]:
     """Return how long a process that has nothing yet waits, and when it has all, both in ms."""
-    from safetune.store.shared.layer import SharedLayer, open_shared
+    from safetune.store.shared.layer import SharedLayer
+    from safetune.store.shared.opening import open_shared
 
     local = _local(folder)
     layer = SharedLayer(open_shared(url), local.connection)
@@ -182,7 +183,8 @@ def _local(folder: Path) -> Any:
 
 
 def _refresh(url: str, local: Any) -> None:
-    from safetune.store.shared.layer import SharedLayer, open_shared
+    from safetune.store.shared.layer import SharedLayer
+    from safetune.store.shared.opening import open_shared
 
     SharedLayer(open_shared(url), local.connection).refresh(_space())
 
@@ -190,7 +192,7 @@ def _refresh(url: str, local: Any) -> None:
 def _pull(url: str, local: Any) -> None:
     """Take over all there is, however long that takes."""
     from safetune.store.shared import local_copy
-    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.opening import open_shared
 
     shared = open_shared(url)
     missing = shared.names(_space()) - local_copy.copied(local.connection, _space(), "")

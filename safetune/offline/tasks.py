@@ -35,7 +35,8 @@ from safetune.settings import Mode, Settings
 from safetune.store.local import db_files
 from safetune.store.local.store import Store
 from safetune.store.lookup import GuardedStore, open_lookup
-from safetune.store.shared.layer import SWEEP_S, SWEEP_WAIT_S, SharedLayer, open_shared
+from safetune.store.shared.layer import SWEEP_WAIT_S, SharedLayer
+from safetune.store.shared.opening import SWEEP_S, open_shared
 from safetune.tuning import requests
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
 from safetune.tuning.shared_bench import HelpersBench, SharedBench

@@ -248,7 +248,8 @@ def open_lookup(settings: Settings) -> Lookup:
             return _lookups[identity]
         backend, where = None, db_files.locate(settings, writes=not frozen)
         if shared := where.shared(settings):
-            from safetune.store.shared.layer import SharedLayer, open_shared
+            from safetune.store.shared.layer import SharedLayer
+            from safetune.store.shared.opening import open_shared
 
             backend = open_shared(shared, node=None if frozen else where.database)
         store, problem = _opened(where.database, frozen, settings.wait_s)

@@ -22,7 +22,7 @@ from safetune.store.lookup import open_lookup
 from safetune.store.packs import exchange
 from safetune.store.packs.packs import read_pack
 from safetune.store.records import TrialRecord
-from safetune.store.shared.layer import open_shared
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import namespace
 
 if TYPE_CHECKING:

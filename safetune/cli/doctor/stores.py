@@ -125,7 +125,7 @@ def triton_cache() -> Iterator[Check]:
 
 def shared_store() -> Iterator[Check]:
     """Whether the shared store answers, how fast, and whether it can be written."""
-    from safetune.store.shared.layer import open_shared
+    from safetune.store.shared.opening import open_shared
     from safetune.store.shared.protocol import Unwritable
 
     url = located().shared(Settings.current())

@@ -19,17 +19,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote
 
 from safetune import forks
-from safetune.errors import InvalidSetting, StoreError, StoreWarning
+from safetune.errors import StoreError, StoreWarning
 from safetune.messages import logger, warn
-from safetune.settings import SharedKind, display_url, shared_kind
 from safetune.store.local import locks
 from safetune.store.local.db_files import tries
 from safetune.store.local.locks import waited
@@ -50,9 +46,6 @@ Result = TypeVar("Result")
 BUDGET_S = 2.0
 RETRY_S = 60.0
 
-#: How long `safetune tune` waits for a store that many processes share, instead of `BUDGET_S`.
-SWEEP_S = 60.0
-
 #: How long a store may say that it cannot answer now: `SAFETUNE_WAIT` of a run, and of a sweep,
 #: where nothing else waits for a process.
 WAIT_S = 120.0
@@ -67,46 +60,6 @@ REFRESH_S = 60.0
 #: The thread pulls for this long before it looks for another task, and waits this long for other
 #: processes that write to the database before it keeps the choices in memory.
 _SLICE_S = 0.2
-
-
-def open_shared(url: str, sweep: bool = False, node: Path | None = None) -> SharedStore:
-    """Return the store that a URL names, which does not connect yet.
-
-    For a sweep of many processes a directory gives leases, as PostgreSQL always does. They last for
-    a minute there. The processes that share the database `node` take turns to connect.
-
-    Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
-    """
-    from safetune.store.shared import files
-
-    kind = shared_kind(url)
-    if kind is SharedKind.DIRECTORY:
-        root = Path(unquote(url.partition("://")[2]))
-        if sweep:
-            from safetune.store.shared.lease_files import LeasedDirectory
-
-            return LeasedDirectory(root)
-        return files.Directory(root)
-    try:
-        if kind is SharedKind.POSTGRES:
-            from safetune.store.shared.postgres import Postgres
-
-            if sweep:  # each of many ranks renews a lease: a third as often as it expires
-                return Postgres(url, lease_s=SWEEP_S, connect_for_s=SWEEP_S / 2, node=node)
-            return Postgres(url, node=node)
-        import fsspec
-
-        for protocol in url.partition("://")[0].split("::"):
-            fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        install = "pip install 'safetune[postgres]'"
-        if kind is SharedKind.OBJECTS:  # fsspec says "Install s3fs to access S3"
-            named = re.search(r"Install (?:the )?([a-z][\w\[\]-]*) ", str(error), re.IGNORECASE)
-            install = f"pip install {named[1]}" if named else "pip install 'safetune[shared]'"
-        raise InvalidSetting(
-            f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; {install}"
-        ) from error
-    return files.Objects(url)
 
 
 class SharedLayer:

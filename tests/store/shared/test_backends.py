@@ -16,7 +16,7 @@ from safetune.keys import encoding
 from safetune.settings import Settings, display_url
 from safetune.store.shared import protocol as shared_record
 from safetune.store.shared.files import file_name
-from safetune.store.shared.layer import open_shared
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import Name, SharedStore, name_of
 
 from .conftest import LIST, SPACE, Children, config, key, stored
@@ -141,7 +141,7 @@ def test_writers_that_race_end_with_one_choice_for_all(
 import json, sys
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.store.shared.conftest import SPACE, stored
-from safetune.store.shared.layer import open_shared
+from safetune.store.shared.opening import open_shared
 store = open_shared(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -17,7 +17,8 @@ from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord, StoredChoice
 from safetune.store.shared.files import Directory
-from safetune.store.shared.layer import SharedLayer, open_shared
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import NoLease
 from safetune.tuning import single_flight
 from safetune.tuning.requests import TuningRequest

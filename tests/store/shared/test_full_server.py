@@ -19,7 +19,8 @@ from safetune.errors import SafetuneWarning, StoreError  # noqa: E402
 from safetune.store.local.locks import try_lock  # noqa: E402
 from safetune.store.lookup import GuardedStore  # noqa: E402
 from safetune.store.shared import once_per_node  # noqa: E402
-from safetune.store.shared.layer import RETRY_S, WAIT_S, SharedLayer, open_shared  # noqa: E402
+from safetune.store.shared.layer import RETRY_S, WAIT_S, SharedLayer  # noqa: E402
+from safetune.store.shared.opening import open_shared  # noqa: E402
 from safetune.store.shared.postgres import Postgres  # noqa: E402
 from safetune.store.shared.protocol import NoLease, TryLater  # noqa: E402
 from safetune.tuning import single_flight  # noqa: E402

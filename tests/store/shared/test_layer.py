@@ -21,8 +21,9 @@ import pytest
 from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.shared import once_per_node
 from safetune.store.shared.io_thread import IOThread, TimedOut
-from safetune.store.shared.layer import BUDGET_S, RETRY_S, SharedLayer, open_shared
+from safetune.store.shared.layer import BUDGET_S, RETRY_S, SharedLayer
 from safetune.store.shared.once_per_node import Turn
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import NoLease, SharedStore
 
 from .conftest import LIST, ROOT, SPACE, Children, Clock, Proxy, choice, key, stored, tuned
@@ -496,7 +497,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from tests.store.shared.conftest import SPACE, stored
 from pathlib import Path
 from safetune.store.lookup import GuardedStore
-from safetune.store.shared.layer import open_shared
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.layer import SharedLayer
 store = GuardedStore.open(Path(sys.argv[2]))
 layer = SharedLayer(open_shared(sys.argv[1]), store.connection)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from safetune.store.lookup import GuardedStore
-from safetune.store.shared.layer import SharedLayer, open_shared
+from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.lease_files import EXPIRES_AFTER_S, LeasedDirectory
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import UNSHARED_S, Lease, NoLease
 
 from .conftest import SPACE, stored

@@ -11,7 +11,8 @@ import pytest
 from safetune.keys import encoding
 from safetune.store.lookup import GuardedStore
 from safetune.store.shared.files import file_name
-from safetune.store.shared.layer import SharedLayer, open_shared
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import FORMAT, encode
 
 from .conftest import LIST, SPACE, choice, key, stored, tuned

@@ -21,7 +21,8 @@ from safetune.errors import SafetuneWarning, StoreError  # noqa: E402
 from safetune.keys.tuning_key import key_digest  # noqa: E402
 from safetune.store.local.db_files import tries  # noqa: E402
 from safetune.store.lookup import GuardedStore  # noqa: E402
-from safetune.store.shared.layer import SharedLayer, open_shared  # noqa: E402
+from safetune.store.shared.layer import SharedLayer  # noqa: E402
+from safetune.store.shared.opening import open_shared  # noqa: E402
 from safetune.store.shared.postgres import Postgres  # noqa: E402
 from safetune.store.shared.postgres_connect import connect  # noqa: E402
 from safetune.store.shared.protocol import (  # noqa: E402

@@ -22,8 +22,9 @@ from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.packs import exchange
 from safetune.store.records import KeyRecord, StoredChoice, TrialRecord
 from safetune.store.shared import local_copy, once_per_node
-from safetune.store.shared.layer import SharedLayer, open_shared
+from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.once_per_node import Turn
+from safetune.store.shared.opening import open_shared
 from safetune.store.shared.patience import Budget
 from safetune.store.shared.protocol import Name, SharedStore
 
