@@ -223,8 +223,8 @@ def code_generation_switches() -> dict[str, str]:
 
     switches = dict(get_cache_invalidating_env_vars())
     switches["default_fp_fusion"] = knobs.language.default_fp_fusion
-    if knobs.compilation.instrumentation_mode:
-        switches["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+    rare = (knobs.compilation, "instrumentation_mode"), (knobs.nvidia, "ptxas_options")
+    switches |= {name: value for of, name in rare if (value := getattr(of, name))}
     return {str(name): str(value) for name, value in switches.items()}
 
 

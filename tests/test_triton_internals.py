@@ -5,6 +5,7 @@ A new Triton that changes one of these fails here, with the name of what to mend
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -251,6 +252,17 @@ class TestDriver:
         assert all(isinstance(text, str) for pair in before.items() for text in pair)
         monkeypatch.setitem(vars(knobs.language), "default_fp_fusion", False)
         assert triton_internals.code_generation_switches() != before
+
+    def test_options_of_ptxas_are_a_switch_that_triton_itself_does_not_list(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Unset it is not in the key, so that keys of before are the same."""
+        monkeypatch.delenv("PTXAS_OPTIONS", raising=False)
+        before = triton_internals.code_generation_switches()
+        monkeypatch.setenv("PTXAS_OPTIONS", "--maxrregcount 64")
+        now = triton_internals.code_generation_switches()
+        assert now == {**before, "ptxas_options": "--maxrregcount 64"}
+        assert "ptx_options" in {field.name for field in dataclasses.fields(CUDAOptions)}
 
     def test_the_hash_of_its_own_files_can_come_from_another_process(
         self, monkeypatch: pytest.MonkeyPatch

@@ -134,8 +134,11 @@ def test_the_key_of_a_descriptor_does_not_depend_on_what_a_config_sets_in_it() -
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("DISABLE_LLVM_OPT", "1"), ("PTXAS_OPTIONS", "--maxrregcount 64")]
+)
 def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     """Of a driver without a card: the switches and the hash of the back end are Triton's own."""
     target = GPUTarget("cuda", 90, 32)
@@ -147,9 +150,9 @@ def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
     )
     with launching_on(FakeBackend(), target.backend, active=driver):
         first, again = key_module.detect(0), key_module.detect(0)
-        monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+        monkeypatch.setenv(variable, value)
         changed = key_module.detect(0)
-        monkeypatch.delenv("DISABLE_LLVM_OPT")
+        monkeypatch.delenv(variable)
     key_module._detected.cache_clear()
     assert first is again
     assert (changed[0], changed[1] == first[1]) == (first[0], False)
