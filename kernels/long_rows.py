@@ -2,9 +2,11 @@
 
 Several programs share a row, each a slice that it reads once, and so each has only a share of the
 row's sums. It publishes that share, and finishes the row in its next turn, when the others' shares
-have come. Their numbers are in the order in which programs start, so that those of a row run at the
-same time: however few fit on the card, the first programs never wait for one that waits for them
-to end.
+have come.
+
+Programs take their numbers as they start, and those of a row have numbers side by side. So whoever
+waits, waits for programs that have started or are the next to start, however few have room on the
+card, if those of one row do: `is_long` sees to that.
 """
 
 from __future__ import annotations
@@ -293,10 +295,18 @@ def long_rows_backward_kernel(
 
 
 def is_long(x: Tensor, recompute_output: bool, pinned: bool) -> bool:
-    """Return whether `long_rows_launch` is the faster one for a matrix, as it is on an H100."""
+    """Return whether `long_rows_launch` is the faster one for a matrix, as it is on an H100.
+
+    Never where a row's programs would fill more than half of the card: they wait for each other.
+    """
     if pinned or recompute_output or x.dtype == torch.float64:
         return False
-    return x.shape[1] > WIDEST_TILE and _has_long_rows(x.device)
+    columns = x.shape[1]
+    return (
+        columns > WIDEST_TILE
+        and _has_long_rows(x.device)
+        and _slices(columns) <= sm_count(x.device)
+    )
 
 
 @functools.cache
@@ -305,21 +315,25 @@ def _has_long_rows(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@functools.cache
+def _slices(columns: int) -> int:
+    (config,) = LONG_BACKWARD_CONFIGS
+    return slice_count(config.kwargs["TILE_ELEMENTS"], columns)
+
+
 def long_rows_plan(x: Tensor, num_groups: int) -> GridPlan:
     """Return the grid plan of the kernel for long rows, in which a row's programs count as one."""
-    (config,) = LONG_BACKWARD_CONFIGS
     rows, columns = x.shape
-    per_sm = LONG_PROGRAMS_PER_SM / slice_count(config.kwargs["TILE_ELEMENTS"], columns)
+    per_sm = LONG_PROGRAMS_PER_SM / _slices(columns)
     return plan_grid(rows // num_groups, num_groups, sm_count(x.device), per_sm)
 
 
 def long_rows_launch(launch: Launch) -> Launch:
     """Return the launch of the kernel for long rows in the place of a `backward_launch`."""
-    kernel, (config,) = long_rows_backward_kernel, LONG_BACKWARD_CONFIGS
+    kernel = long_rows_backward_kernel
     kwargs = {name: value for name, value in launch.kwargs.items() if name in kernel.arg_names}
     x, place = launch.args[1], kernel.arg_names.index("words_pointer")
     sums = 1 if kwargs["IS_RMS_NORM"] else 2
-    slices = slice_count(config.kwargs["TILE_ELEMENTS"], x.shape[1])
-    words = x.new_zeros(len(x) * slices * sums + 1, dtype=torch.int64)
+    words = x.new_zeros(len(x) * _slices(x.shape[1]) * sums + 1, dtype=torch.int64)
     args = (*launch.args[:place], words, *launch.args[place + 1 :])
     return Launch(kernel, launch.grid, args, kwargs)

@@ -40,6 +40,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def has_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_rows, "_has_long_rows", lambda device: True)
+    monkeypatch.setattr(long_rows, "sm_count", lambda device: 132)
 
 
 def run_twice(launch: Launch) -> None:
@@ -120,15 +121,19 @@ def test_long_rows_are_launched_with_it(random: Any, monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_which_rows_are_long(random: Any, has_long_rows: None) -> None:
+def test_which_rows_are_long(
+    random: Any, has_long_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_rows, "sm_count", lambda device: 8)
     rows = random(2, 16385)
     assert is_long(rows, False, pinned=False)
-    assert is_long(random(1, 2**18), False, pinned=False)
+    assert is_long(random(1, 32768), False, pinned=False)
     for changed in (
         (rows, True, False),
         (rows, False, True),
         (rows.double(), False, False),
         (random(2, 16384), False, False),
+        (random(1, 32769), False, False),  # nine programs, on eight multiprocessors
     ):
         assert not is_long(*changed)
 
