@@ -4,9 +4,9 @@ Several programs share a row, each a slice that it reads once, and so each has o
 row's sums. It publishes that share, and finishes the row in its next turn, when the others' shares
 have come.
 
-Programs take their numbers as they start, and those of a row have numbers side by side. So whoever
-waits, waits for programs that have started or are the next to start, however few have room on the
-card, if those of one row do: `is_long` sees to that.
+Programs take their numbers as they start, and those of a row have numbers side by side. So a
+program waits only for such as have started or are the next to start. However few have room on the
+card, that is enough if those of one row do, and `is_long` sees to that.
 """
 
 from __future__ import annotations
