@@ -6,6 +6,7 @@ takes what was published, and the kernel runs twice. The second time, every shar
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune.kernels import long_rows, rms_norm
+from safetune.kernels import calls, long_rows, rms_norm
 from safetune.kernels.configs import FORWARD_CONFIGS, LONG_BACKWARD_CONFIGS
 from safetune.kernels.launches import Launch, backward_launch, forward_launch
 from safetune.kernels.long_rows import (
@@ -140,6 +141,16 @@ def test_which_rows_are_long(
 
 def test_no_row_is_long_in_the_interpreter(random: Any) -> None:
     assert not is_long(random(2, 16385), False, pinned=False)
+
+
+def test_the_words_of_a_known_call_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory they get: a mark of an earlier call would pass for one of this call."""
+    used = {"_empty_strided_cpu": lambda *size_and_dtype: torch.full((5,), -1)}
+    monkeypatch.setattr(calls, "guards", SimpleNamespace(**used))
+    monkeypatch.setattr(torch, "empty_strided", lambda *size, **options: torch.full((5,), -1))
+    words = calls.like(torch.ones(5, dtype=torch.int64))
+    assert words().tolist() == [0] * 5
+    assert calls.like(torch.ones(5))().tolist() == [-1] * 5
 
 
 @kinds
