@@ -111,6 +111,7 @@ print(trials(), run(tuner(None, None), 99))
 # One program after another in one process, which has a hard life.
 HARD_LIFE = """
 import pathlib, select, subprocess, tempfile
+from triton.runtime.interpreter import GridExecutor
 from safetune.inputs import memory_budget
 from safetune.isolation.fork_server import server
 
@@ -247,6 +248,12 @@ def start(work):
     thread = threading.Thread(target=work, daemon=True)
     threads.append(thread)
     thread.start()
+one_thread, by_triton = threading.RLock(), GridExecutor.__call__
+def interpreted(*args, **kwargs):
+    # Triton's interpreter changes triton.language for all threads while a kernel runs.
+    with one_thread:
+        return by_triton(*args, **kwargs)
+GridExecutor.__call__ = interpreted
 begun, ended, threads = threading.Event(), [], []
 other = tuner(None, None, prune_configs_by={"early_config_prune": prune})
 start(lambda: ended.append(tuner(None, None)[launches_the_other](torch.ones(9), torch.ones(9), 9)))
