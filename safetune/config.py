@@ -1,4 +1,4 @@
-"""triton.Config: checks, identity, and JSON form.
+"""triton.Config: checks, identity, text, and JSON form.
 
 A stored row never becomes a `Config`. It has the digest of a config, so it can only select one of
 the configs that the decorator declares.
@@ -12,14 +12,24 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
-
-from triton.runtime.autotuner import Config
+from typing import TYPE_CHECKING, Any
 
 from safetune.errors import InvalidConfig, InvalidSetting, SettingWarning, with_nearest
 from safetune.keys import encoding
 from safetune.keys.kernel_digest import function_digest
 from safetune.messages import warn
+
+if TYPE_CHECKING:
+    from triton.runtime.autotuner import Config
+
+#: The options of a config and their defaults, in the order of its parameters.
+OPTION_DEFAULTS: dict[str, Any] = {
+    "num_warps": 4,
+    "num_stages": 3,
+    "num_ctas": 1,
+    "maxnreg": None,
+    "ir_override": None,
+}
 
 
 def config_record(config: Config) -> dict[str, Any]:
@@ -54,16 +64,17 @@ def declared_digest(configs: Iterable[Config]) -> str:
     return encoding.digest(sorted(map(config_digest, configs)))
 
 
+def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that people are shown: warps, stages, and others if set."""
+    always = ("num_warps", "num_stages")
+    names = [name for name in OPTION_DEFAULTS if name in options]
+    return {n: options[n] for n in names if n in always or options[n] != OPTION_DEFAULTS[n]}
+
+
 def config_text(config: Config) -> str:
     """Return a config as text: its kwargs by name, then the options that are not defaults."""
-    options = {name: getattr(config, name, None) for name in ("maxnreg", "ir_override")}
-    parts = {
-        **{name: config.kwargs[name] for name in sorted(config.kwargs)},
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **({"num_ctas": config.num_ctas} if config.num_ctas != 1 else {}),
-        **{name: value for name, value in options.items() if value is not None},
-    }
+    kwargs = {name: config.kwargs[name] for name in sorted(config.kwargs)}
+    parts = kwargs | shown_options(vars(config))
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
@@ -78,6 +89,8 @@ def check_configs(
         InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a
             parameter of the kernel nor an option of an installed back end.
     """
+    from triton.runtime.autotuner import Config
+
     if isinstance(configs, Config):
         raise InvalidConfig(f"configs of {kernel_name} is one triton.Config; write configs=[...]")
     checked: list[Config] = []
@@ -105,7 +118,7 @@ def check_configs(
         checked.append(config)
     if isinstance(configs, list) and len(checked) == len(configs) > 0:
         return configs
-    return checked or [Config({}, num_warps=4, num_stages=3, num_ctas=1)]
+    return checked or [Config({})]
 
 
 def _is_among(config: Config, others: Sequence[Config], seen: set[Any]) -> bool:
@@ -180,16 +193,12 @@ def check_seconds(kernel: str, limits: object, *names: str) -> None:
             raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")
 
 
-#: What a config sets beside the kernel's parameters.
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-
-
 def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[Any]) -> list[Config]:
     """Return a list of configs: each combination of the values, the last name varying fastest.
 
     `space(BM=[64, 128], num_warps=[4, 8], where=lambda c: c.BM >= 16 * c.num_warps)`. The names
-    num_warps, num_stages, num_ctas and maxnreg are Triton's; any other is a parameter of the
-    kernel.
+    num_warps, num_stages, num_ctas, maxnreg and ir_override are Triton's; any other is a
+    parameter of the kernel.
 
     Args:
         where: whether to keep a combination, which has a value under each name.
@@ -197,6 +206,8 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
     Raises:
         InvalidSetting: the values of a name are not a list, or no combination is left.
     """
+    from triton.runtime.autotuner import Config
+
     listed: dict[str, list[Any]] = {}
     for name, given in values.items():
         if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
@@ -212,8 +223,8 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
         )
     return [
         Config(
-            {name: value for name, value in chosen.items() if name not in _OPTIONS},
-            **{name: chosen[name] for name in _OPTIONS if name in chosen},
+            {name: value for name, value in chosen.items() if name not in OPTION_DEFAULTS},
+            **{name: chosen[name] for name in OPTION_DEFAULTS if name in chosen},
         )
         for chosen in kept
     ]

@@ -25,6 +25,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from safetune.config import OPTION_DEFAULTS, shown_options
 from safetune.errors import PhantomKeyWarning, SafetuneError
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import readable
@@ -214,22 +215,12 @@ def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
     return [{"call": left.words, "reason": left.reason} for left in left_out]
 
 
-#: A stored config's options in their usual order, with the values that are not shown.
-_OPTIONS: dict[str, int | None] = {
-    "num_warps": None,
-    "num_stages": None,
-    "num_ctas": 1,
-    "maxnreg": None,
-    "ir_override": None,
-    "pre_hook": None,
-}
-
-
 def config_parts(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a stored config's kwargs by name, and its options that are not defaults."""
-    kwargs = {name: record[name] for name in sorted(record) if name not in _OPTIONS}
-    shown = ((name, record.get(name, default)) for name, default in _OPTIONS.items())
-    return kwargs, {name: value for name, value in shown if value != _OPTIONS[name]}
+    options = {name: record[name] for name in (*OPTION_DEFAULTS, "pre_hook") if name in record}
+    kwargs = {name: record[name] for name in sorted(record) if name not in options}
+    hook = {"pre_hook": options["pre_hook"]} if options.get("pre_hook") else {}
+    return kwargs, shown_options(options) | hook
 
 
 def readable_config(record: Mapping[str, Any]) -> dict[str, str]:

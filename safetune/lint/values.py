@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from safetune.config import OPTION_DEFAULTS, shown_options
 from safetune.frozen import dataclass
 
 
@@ -45,13 +46,11 @@ class WrittenConfig:
         return (*sorted((name, repr(value)) for name, value in parts), id(self.pre_hook))
 
     def __str__(self) -> str:
-        always = ("num_warps", "num_stages")
-        said = {n: v for n, v in self.options.items() if n in always or v != OPTIONS[n]}
-        return " ".join(f"{name}={value!r}" for name, value in {**self.kwargs, **said}.items())
+        parts = {**self.kwargs, **shown_options(self.options)}
+        return " ".join(f"{name}={value!r}" for name, value in parts.items())
 
 
-#: The options of a `triton.Config` in the order of its parameters, with their defaults.
-OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None, "ir_override": None}
+#: The parameters of `triton.Config`, in their order.
 POSITIONS = ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg", "pre_hook", "ir_override")
 
 
@@ -59,6 +58,6 @@ def written_config(node: ast.Call, args: list[Any], keywords: Mapping[str, Any])
     """Return the config that a call of `triton.Config` makes."""
     given = {**dict(zip(POSITIONS, args, strict=False)), **keywords}
     kwargs = given.get("kwargs", {})
-    options = {name: given.get(name, default) for name, default in OPTIONS.items()}
+    options = {name: given.get(name, default) for name, default in OPTION_DEFAULTS.items()}
     known = kwargs if isinstance(kwargs, Mapping) else {}
     return WrittenConfig(node, known, options, given.get("pre_hook"))

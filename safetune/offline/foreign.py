@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetune.config import config_digest, config_record, declared_digest
+from safetune.config import OPTION_DEFAULTS, config_digest, config_record, declared_digest
 from safetune.errors import PackError
 from safetune.frozen import dataclass
 from safetune.keys.tuning_key import readable
 from safetune.offline.tasks import OfflineKernel
 from safetune.store.packs import packs, tables
-from safetune.store.packs.tables import DEFAULTS, Kind, Table
+from safetune.store.packs.tables import Kind, Table
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 _DEJAVU = "cache.json"
@@ -160,7 +160,7 @@ def _offered(kernel: OfflineKernel, keys: Iterable[KeyRecord], row_of: Any) -> O
 def _is(record: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Whether a declared config is the one of a row, which may leave Triton's defaults out."""
     ours = {n: readable(v) for n, v in record.items() if n != "pre_hook"}
-    return {**DEFAULTS, **ours} == {**DEFAULTS, **row}
+    return {**OPTION_DEFAULTS, **ours} == {**OPTION_DEFAULTS, **row}
 
 
 def _fits(

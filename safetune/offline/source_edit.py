@@ -17,7 +17,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Config
 
-from safetune.config import config_digest
+from safetune.config import OPTION_DEFAULTS, config_digest
 from safetune.errors import TargetError
 
 _WIDTH = 4
@@ -45,10 +45,9 @@ def diff(function: FunctionType, declared: Sequence[Config], kept: Collection[st
 
 def config_source(config: Config, function: FunctionType, callee: str = "triton.Config") -> str:
     """Return a config as Python source; raises `TargetError` for a hook without a name."""
-    words = [repr(config.kwargs), f"num_warps={config.num_warps}"]
-    defaults = {"num_stages": 3, "num_ctas": 1, "maxnreg": None, "ir_override": None}
-    for name, default in defaults.items():
-        if (value := getattr(config, name, default)) != default:
+    words = [repr(config.kwargs)]
+    for name, default in OPTION_DEFAULTS.items():
+        if (value := getattr(config, name)) != default or name == "num_warps":
             words.append(f"{name}={value!r}")
     if config.pre_hook is not None:
         words.append(f"pre_hook={_global_name(config.pre_hook, function)}")

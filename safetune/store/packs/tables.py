@@ -26,8 +26,6 @@ _COMMA = re.compile(r",(?![^\[]*\])")
 _DEVICE = "device_name"
 #: The parts that their readers expect after the device, in this order.
 _LAST = ("dtype", "block_shape", "per_channel_quant")
-#: What a config has without saying so.
-DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}
 #: What stands for M in the tables of all three.
 ROW = "M"
 
