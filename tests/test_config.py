@@ -8,13 +8,15 @@ import pytest
 import triton
 
 from safetune.config import OPTION_DEFAULTS, config_text, shown_options
+from safetune.lint.values import POSITIONS
 
 
 @pytest.mark.internals
 def test_the_options_and_their_defaults_are_tritons() -> None:
-    parameters = inspect.signature(triton.Config).parameters.values()
-    options = {p.name: p.default for p in parameters if p.name not in ("kwargs", "pre_hook")}
-    assert list(options.items()) == list(OPTION_DEFAULTS.items())
+    parameters = inspect.signature(triton.Config).parameters
+    assert tuple(parameters) == POSITIONS
+    options = [name for name in POSITIONS if name not in ("kwargs", "pre_hook")]
+    assert [(name, parameters[name].default) for name in options] == [*OPTION_DEFAULTS.items()]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from safetune.config import OPTION_DEFAULTS, shown_options
 from safetune.errors import PackError
 from safetune.frozen import dataclass
 from safetune.keys.tuning_key import readable
@@ -139,12 +140,9 @@ def tables_of(
 
 def table_config(choice: ChoiceRecord) -> dict[str, Any]:
     """Return a choice's config as a row has it: without hooks, and without what few set."""
-    few = {"pre_hook": choice.config.get("pre_hook"), "num_ctas": 1, "maxnreg": None}
-    return {
-        name: readable(value)
-        for name, value in choice.config.items()
-        if name not in few or value != few[name]
-    }
+    config = {name: value for name, value in choice.config.items() if name != "pre_hook"}
+    few = OPTION_DEFAULTS.keys() - shown_options(config)
+    return {name: readable(value) for name, value in config.items() if name not in few}
 
 
 def _folder(key: KeyRecord, kind: Kind) -> str:

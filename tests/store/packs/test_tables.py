@@ -87,6 +87,13 @@ def test_choices_become_one_table_for_each_shape() -> None:
     assert list(json.loads(table.text())) == ["64"], "its reader takes every name for a number"
 
 
+def test_a_row_has_options_that_are_set_and_no_defaults_that_few_set() -> None:
+    config = {**CONFIG, "num_ctas": 2, "maxnreg": 64, "pre_hook": "f00"}
+    record = replace(choice(1).choice, config=config)
+    assert tables.table_config(record) == {**CONFIG, "num_ctas": 2, "maxnreg": 64}
+    assert tables.table_config(choice(1).choice) == {**CONFIG, "BLOCK_M": 1}
+
+
 def test_of_two_toolchains_the_later_choice_is_in_the_table() -> None:
     older = choice(1, created=1.0, triton="3.8.0")
     newer = replace(choice(1, created=2.0), choice=replace(choice(1).choice, config={"A": 1}))
