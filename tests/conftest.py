@@ -24,6 +24,7 @@ from typing import IO, Any
 import pytest
 
 from tests import selection
+from tests.ready import is_ready
 from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -399,9 +400,7 @@ def ended(*pids: int, within_s: float = 20.0) -> bool:
         except ProcessLookupError:
             continue
         try:
-            poll = select.poll()
-            poll.register(handle, select.POLLIN)
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not is_ready(handle, max(0.0, deadline - time.monotonic())):
                 return False
         finally:
             os.close(handle)

@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import triton
 import triton.language as tl
 
 import safetune
+from tests.ready import is_ready
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -392,13 +392,13 @@ def test_an_exhaustive_sweep_that_is_stopped_and_killed_goes_on(tmp_path: Path) 
     os.mkfifo(pipe)
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    assert select.select([reader], [], [], 120.0)[0], "no config was measured"
+    assert is_ready(reader, 120.0), "no config was measured"
     child = int(os.read(reader, 100))
     os.close(reader)
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(child)
         process.kill()
-        assert select.select([handle], [], [], 60.0)[0], "a process outlives the script"
+        assert is_ready(handle, 60.0), "a process outlives the script"
         os.close(handle)
     process.wait(60.0)
     pipe.unlink()
@@ -949,7 +949,7 @@ def test_a_measuring_process_that_fails_or_hangs_is_reported_and_leaves_nothing(
         run(str(script), [], {}, tmp_path, 3.0)
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(int(pid.read_text()))
-        assert select.select([handle], [], [], 10.0)[0], "what it has started is still there"
+        assert is_ready(handle, 10.0), "what it has started is still there"
         os.close(handle)
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import subprocess
@@ -23,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.conftest import ended
+from tests.ready import is_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,9 +115,7 @@ class Terminal:
 
     def _read(self, deadline: float) -> bool:
         """Read some more; False at the end, or when nothing came until the deadline."""
-        poll = select.poll()
-        poll.register(self._ours, select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not is_ready(self._ours, max(0.0, deadline - time.monotonic())):
             return False
         try:
             data = os.read(self._ours, 65536)
@@ -176,9 +174,7 @@ class Fifo:
 
     def pids(self) -> list[int]:
         """Wait until the hook runs; return its process and that one's parent."""
-        poll = select.poll()
-        poll.register(self._reader, select.POLLIN)
-        assert poll.poll(DEADLINE_S * 1000), "the config's hook never ran"
+        assert is_ready(self._reader, DEADLINE_S), "the config's hook never ran"
         return [int(word) for word in os.read(self._reader, 100).split()]
 
     def remove(self) -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import select
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import triton.language as tl
 
 from safetune import safetune
 from safetune.isolation import child_handle
+from tests.ready import is_ready
 
 #: An idle measuring child leaves after 2 s, and one that was let go of at once.
 LEAVING_S = 20.0
@@ -198,8 +198,6 @@ def _ends(pid: int, deadline: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        return is_ready(handle, max(0.0, deadline - time.monotonic()))
     finally:
         os.close(handle)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import select
 import sqlite3
 import subprocess
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from safetune.store.shared.layer import BUDGET_S
+from tests.ready import is_ready
 from tests.selection import FULL
 
 from .conftest import Children, Full, Proxy
@@ -160,8 +160,9 @@ def test_a_cluster_on_a_full_server_waits_and_tunes_each_key_once(
     everywhere, numbers = set(range(NODES)), [100, 101]
     full.hold()
     cluster.send(numbers)
-    output = cluster.process.stdout
-    full.wait_for_refusals(25 * NODES, unless=lambda: bool(select.select([output], [], [], 0)[0]))
+    assert cluster.process.stdout is not None
+    output = cluster.process.stdout.fileno()
+    full.wait_for_refusals(25 * NODES, unless=lambda: is_ready(output))
     full.let_go()
     answers = cluster.answers()
     assert [each["said"] for each in answers] == [[]] * len(answers)
