@@ -14,9 +14,11 @@ from safetune.launch.timing import Launch, Sample, Timer
 
 #: What Triton's own benchmarks overwrite: several times the largest L2 cache.
 _FLUSHED_BYTES = 256 << 20
-#: How often it is flushed at most before one launch, where Python takes long to launch, and after
-#: how many launches that were in time it is flushed half as often again.
-_MOST_FLUSHES, _IN_TIME = 8, 16
+#: How often it is flushed at most before one launch, where Python takes long to launch.
+_MOST_FLUSHES = 8
+#: How many late launches in a row double the flushes, and how many in time halve them. A late one
+#: alone, as the first after a pause, is left out of the time of its config.
+_LATE, _IN_TIME = 2, 16
 #: A launch that takes this long was interrupted: to flush more often would not help the next ones.
 _STALL_S = 0.5e-3
 
@@ -35,7 +37,8 @@ class DeviceTimer(Timer):
         self._events: list[int] = []
         self._driver = where.driver
         self._flushed = where.allocate(_FLUSHED_BYTES)
-        self._flushes, self._in_time = 1, 0
+        self._flushes = 1
+        self._were_late, self._in_a_row = False, 0
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[Sample]:
         """Return the times of `count` launches."""
@@ -55,19 +58,19 @@ class DeviceTimer(Timer):
             is_late = driver.has_happened(start)
             waited.append(1e3 * took if is_late else 0.0)
             if not is_late or took < _STALL_S:
-                self._give_time(more=is_late)
+                self._give_time(is_late)
             after()
         driver.synchronize()
         times = [driver.elapsed_ms(start, end) for start, end in pairs]
         return [*map(Sample, times, waited)]
 
-    def _give_time(self, more: bool) -> None:
+    def _give_time(self, is_late: bool) -> None:
         """Set how long the device is busy before the next launch, which is queued meanwhile."""
-        self._in_time = 0 if more else self._in_time + 1
-        if more:
-            self._flushes = min(2 * self._flushes, _MOST_FLUSHES)
-        elif self._in_time % _IN_TIME == 0:
-            self._flushes = max(1, self._flushes // 2)
+        self._in_a_row = self._in_a_row + 1 if is_late == self._were_late else 1
+        self._were_late = is_late
+        if self._in_a_row == (_LATE if is_late else _IN_TIME):
+            flushes = 2 * self._flushes if is_late else self._flushes // 2
+            self._flushes, self._in_a_row = min(max(flushes, 1), _MOST_FLUSHES), 0
 
     def synchronize(self) -> None:
         """Wait until every launch is done; raises what a launch has done to the context."""
