@@ -274,12 +274,12 @@ def use_files_hash(found: str) -> None:
 
 def private_copy(kernel: Any) -> tuple[Any, Any]:
     """Return shallow copies of a kernel and of its jit function; None for kinds not known here."""
-    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.runtime.autotuner import Heuristics
     from triton.runtime.jit import JITFunction
 
     copied = copy.copy(kernel)
-    if type(kernel) in (JITFunction, GluonJITFunction):
+    gluon = sys.modules.get("triton.experimental.gluon._runtime")  # imported with its kernels
+    if type(kernel) in (JITFunction, getattr(gluon, "GluonJITFunction", JITFunction)):
         copied.device_caches = defaultdict(copied.create_binder)
         return copied, copied
     if type(kernel) is not Heuristics:

@@ -636,14 +636,39 @@ def test_a_process_without_torch_can_specialize() -> None:
         "from safetune import triton_launch\n"
         "from triton._C.libtriton import native_specialize_impl as specialize\n"
         "from triton.backends.nvidia.compiler import CUDABackend\n"
-        "triton_launch.specialize_without_torch()\n"
+        "triton_launch.prepare_specializing()\n"
         "class Dtype:\n    __str__ = lambda self: 'torch.float16'\n"
         "class Tensor:\n    dtype = Dtype()\n    data_ptr = lambda self: 32\n"
         "assert specialize(CUDABackend, Tensor(), False, True, True) == ('*fp16', 'D')\n"
         "assert 'torch' not in sys.modules\n"
+        "assert 'triton.experimental.gluon' not in sys.modules\n"
         "import torch\n"
         "x = torch.zeros(64, dtype=torch.float16)\n"
         "assert specialize(CUDABackend, x, False, True, True) == ('*fp16', 'D')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_process_with_gluon_can_specialize_its_descriptors() -> None:
+    """Its class is that of the module which the process has imported, in all versions."""
+    program = (
+        "import sys\n"
+        "from types import SimpleNamespace\n"
+        "from triton.experimental.gluon.nvidia import hopper\n"
+        "from triton.experimental.gluon import language as gl\n"
+        "from safetune import triton_launch\n"
+        "from triton._C.libtriton import native_specialize_impl as specialize\n"
+        "from triton.backends.nvidia.compiler import CUDABackend\n"
+        "triton_launch.prepare_specializing()\n"
+        "assert sys.modules['triton.experimental.gluon.nvidia.hopper'] is hopper\n"
+        "class Dtype:\n    __str__ = lambda self: 'torch.float16'\n"
+        "class Base(SimpleNamespace):\n    data_ptr = lambda self: 32\n"
+        "base = Base(dtype=Dtype(), dim=lambda: 2)\n"
+        "layout = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)\n"
+        "found = hopper.TensorDescriptor(base, [16, 16], [16, 1], [16, 16], layout)\n"
+        "kind, _ = specialize(CUDABackend, found, False, True, True)\n"
+        "assert kind.startswith('tensordesc<fp16[16, 16]'), kind\n"
+        "assert 'NVMMASharedLayout' in kind or 'nvmma' in kind.lower(), kind\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

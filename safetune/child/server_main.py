@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from safetune import triton_launch
 from safetune.isolation import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
@@ -40,8 +39,6 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what outlives a child is a child of the server then
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
-    with contextlib.suppress(Exception):  # a child would do it before its first launch
-        triton_launch.specialize_without_torch()
     protocol.send(control, {"ready": True})
     _Server(control, parent).serve()
 
@@ -85,14 +82,17 @@ class _Server:
         except protocol.WireError:
             self._end()
         if request["op"] == "fork":
-            reply = self._fork(fds)
+            reply = self._fork(request["modules"], fds)
         else:
             reply = self._reap(request["pid"], request["kill"], request["wait_s"])
         for fd in fds:
             os.close(fd)
         protocol.send(self._control, reply)
 
-    def _fork(self, fds: list[int]) -> dict[str, Any]:
+    def _fork(self, modules: list[str], fds: list[int]) -> dict[str, Any]:
+        for module in modules:
+            with contextlib.suppress(ImportError):  # the child needs another one, or none
+                importlib.import_module(module)
         server = os.getpid()
         try:
             pid = os.fork()

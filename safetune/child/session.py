@@ -10,7 +10,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Config
 
-from safetune import triton_compile
+from safetune import triton_compile, triton_launch
 from safetune.child import failures, rebuild_call, stand_ins
 from safetune.child.device import DeviceLaunches, DeviceTimer
 from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
@@ -49,6 +49,7 @@ class Session:
         self._timer: Timer = Timer()
         self._launched: Callable[..., object] = _called
         if found:
+            triton_launch.prepare_specializing()
             triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
             self._timer, self._launched = DeviceTimer(where), DeviceLaunches(where)

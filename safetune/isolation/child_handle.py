@@ -110,6 +110,7 @@ class Child:
         device: the device that it uses, where nothing is tuned while a killed child has not ended.
         forks: the server that forks it.
         started: send `start_job` and wait for its answer; else `start_job` has to be the first job.
+        modules: what the server imports before it forks.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Child:
         device: int | None = None,
         forks: ForkServer = server,
         started: bool = True,
+        modules: tuple[str, ...] = (),
     ) -> None:
         self._device = device
         self._server = forks
@@ -130,7 +132,7 @@ class Child:
             self.pipe, theirs = socket.socketpair()
             on_error.enter_context(self.pipe)
             with theirs:
-                self.pid, self._parent = self._server.fork(theirs, self._output)
+                self.pid, self._parent = self._server.fork(theirs, self._output, modules)
             on_error.pop_all()
         self._alive = True
         with contextlib.suppress(OSError):  # it may have ended, which the pipe then shows

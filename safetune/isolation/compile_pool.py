@@ -21,7 +21,7 @@ from pathlib import Path
 from safetune.errors import WorkerUnavailable
 from safetune.isolation import protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
-from safetune.isolation.fork_server import plain_server, system_errors
+from safetune.isolation.fork_server import COMPILER, plain_server, system_errors
 from safetune.isolation.protocol import Answer, Compile, Release
 from safetune.outcome import Binary, Outcome, Verdict
 
@@ -162,7 +162,7 @@ class CompilePool:
         kernel = self._kernel()
         kept = idle.take(_PURPOSE)  # it has not answered its `Release` yet
         with system_errors():
-            child = kept or Child(gpu_blind=True, forks=plain_server, started=False)
+            child = kept or Child(True, forks=plain_server, started=False, modules=(COMPILER,))
         child.send(start_job(True, self._memory_bytes, kernel))
         jobs: deque[int | None] = deque([None] * child.unanswered)
         slot = _Slot(child, kept is not None, time.monotonic() + START_S, jobs)

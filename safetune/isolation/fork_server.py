@@ -131,13 +131,16 @@ class ForkServer:
             if needed:
                 self._launched()
 
-    def fork(self, pipe: socket.socket, output: Output) -> tuple[int, int]:
+    def fork(
+        self, pipe: socket.socket, output: Output, modules: tuple[str, ...] = ()
+    ) -> tuple[int, int]:
         """Fork a child that answers on `pipe` and prints to `output`; return its pid and that of
-        the server process.
+        the server process, which imports `modules` first, for all later children, too.
 
         Raises `WorkerUnavailable` where the server does not start or no process can be had.
         """
-        reply = self._request({"op": "fork"}, (pipe.fileno(), output.fileno()))
+        request = {"op": "fork", "modules": modules}
+        reply = self._request(request, (pipe.fileno(), output.fileno()))
         if "error" in reply:
             raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
         return int(reply["pid"]), int(reply["server"])
@@ -270,6 +273,9 @@ class ForkServer:
                 held.close()
         self._process = self._control = self._output = None
 
+
+#: What compiles imports Gluon, too. A child that finds all in Triton's disk cache needs neither.
+COMPILER = "triton.compiler.code_generator"
 
 #: Importing torch takes longer than tuning a small kernel.
 plain_server = ForkServer(("triton.compiler", "safetune.child.job_loop", "safetune.child.session"))

@@ -13,7 +13,7 @@ from safetune import triton_internals
 from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle, protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
-from safetune.isolation.fork_server import plain_server, server
+from safetune.isolation.fork_server import COMPILER, plain_server, server
 from safetune.isolation.protocol import Answer, Budget, Prepare
 from safetune.messages import logger
 from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
@@ -203,7 +203,8 @@ class MeasuringChild:
             except (ChildFailed, WorkerUnavailable):  # it has ended, or its server and so it, too
                 child = None
         forks = server if with_torch else plain_server
-        child = child or Child(gpu_blind=index < 0, device=index, forks=forks)
+        modules = (COMPILER,) if with_torch and index >= 0 else ()
+        child = child or Child(index < 0, index, forks, modules=modules)
         triton_internals.first_driver.wait()  # or the child would build it, too
         try:
             answer, _ = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))

@@ -161,15 +161,15 @@ def measured(child: MeasuringChild, config: int = 0) -> tuple[Outcome, OutputRep
     return child.measure(config, Budget(time_ms=0.1), groups=())
 
 
-def imported(path: Path) -> Callable[[Any], None]:
-    """Return a hook that writes down whether its process has torch."""
+def imported(path: Path, module: str = "torch") -> Callable[[Any], None]:
+    """Return a hook that writes down whether its process has torch, or another module."""
     text = str(path)
 
     def hook(arguments: Any, **others: Any) -> None:
         import sys
 
         with open(text, "a") as file:
-            file.write(f"{'torch' in sys.modules}\n")
+            file.write(f"{module in sys.modules}\n")
 
     return hook
 
@@ -187,6 +187,20 @@ def test_a_config_is_measured_and_checked(device: Device, tmp_path: Path) -> Non
     assert report.written == (N, 0)
     assert set(told.read_text().split()) == {"False"}
     assert not child.with_torch
+
+
+def test_a_child_that_compiles_nothing_does_not_import_gluon(
+    device: Device, tmp_path: Path
+) -> None:
+    """It takes a tenth of a second, and the first tuning of a process waits for it."""
+    told = tmp_path / "told"
+    compiling = device.child(copy_kernel)
+    assert measured(compiling)[0].ok
+    compiling.replace()
+    gluon = "triton.experimental.gluon"
+    child = device.child(copy_kernel, Hooks(post_hook=imported(told, gluon)))
+    assert measured(child)[0].ok
+    assert set(told.read_text().split()) == {"False"}
 
 
 @pytest.mark.full

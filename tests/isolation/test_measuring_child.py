@@ -441,6 +441,26 @@ def test_both_servers_start_at_once_and_are_not_waited_for() -> None:
         measurer.kill()
 
 
+def test_a_server_imports_once_what_children_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not what it does not find: another version of Triton may have moved its compiler."""
+    told = tmp_path / "told"
+    text = f"import os\nopen({str(told)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+    (tmp_path / "asked_for.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    stop_servers()
+    modules = ("moved_elsewhere", "asked_for")
+    children = [Child(True, forks=plain_server, modules=modules) for _ in range(2)]
+    try:
+        assert plain_server._process is not None
+        assert told.read_text() == f"{plain_server._process.pid} "
+    finally:
+        for child in children:
+            child.kill()
+        stop_servers()
+
+
 def test_a_server_is_stopped_while_another_thread_waits_for_it() -> None:
     """As at the end of a program that was interrupted while torch was being imported."""
     stop_servers()
