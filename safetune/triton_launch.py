@@ -224,18 +224,18 @@ def set_default_profile_allocator(allocate: Function) -> None:
 
 
 def prepare_specializing() -> None:
-    """Have Triton classify an argument, and import what it needs for that.
+    """Have Triton classify an argument in a process without torch, and import what that needs.
 
-    In a process without torch that is neither torch, which 3.6 would import, nor Gluon, whose
-    import takes a tenth of a second. Of both it only wants classes, and no argument is of one whose
-    module has not been imported. It knows other tensors by their attributes.
+    That is neither torch, which 3.6 would import, nor Gluon, whose import takes a tenth of a
+    second. Of both it only wants classes, and no argument is of one whose module has not been
+    imported. It knows other tensors by their attributes.
     """
     from types import ModuleType
 
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.compiler import CUDABackend
 
-    absent = () if "torch" in sys.modules else _ARGUMENT_MODULES - sys.modules.keys()
+    absent = _ARGUMENT_MODULES - sys.modules.keys()
     for name in absent:
         module: Any = ModuleType(name)
         module.__getattr__ = lambda attribute: type(attribute, (), {})

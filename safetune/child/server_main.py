@@ -1,10 +1,10 @@
 """The fork server, and the children that it forks.
 
-The server imports triton once, and torch if its children need that, and never touches CUDA, so that
-a child can be forked from it in milliseconds and make a context of its own. It runs no code of the
-user, not even the user's `__main__`. It answers two requests, `fork` and `reap`, and ends with the
-process that started it, however that ends. A forked child leads its own session and dies with the
-server.
+The server imports triton once, and torch or a compiler if children need that, and never touches
+CUDA, so that a child can be forked from it in milliseconds and make a context of its own. It runs
+no code of the user, not even the user's `__main__`. It answers two requests, `fork` and `reap`, and
+ends with the process that started it, however that ends. A forked child leads its own session and
+dies with the server.
 """
 
 from __future__ import annotations

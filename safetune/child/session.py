@@ -49,7 +49,8 @@ class Session:
         self._timer: Timer = Timer()
         self._launched: Callable[..., object] = _called
         if found:
-            triton_launch.prepare_specializing()
+            if not self.has_torch:
+                triton_launch.prepare_specializing()
             triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
             self._timer, self._launched = DeviceTimer(where), DeviceLaunches(where)
