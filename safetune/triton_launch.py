@@ -55,6 +55,21 @@ def launcher(kernel: Any, with_scratch: Function) -> Launcher | None:
     return Launcher(run.launch, (*start, packed, *hooks, *ends), True)
 
 
+def repeated(run: Function, kernel: Any) -> Function | None:
+    """Return what makes the launch of a compiled kernel that Triton makes when `run` is called.
+
+    Here `run` is called up to that launch. None where it would not be one launch of this kernel.
+    """
+    launches: list[tuple[Any, ...]] = []
+    launcher = kernel.run
+    kernel._run = lambda *arguments: launches.append(arguments)
+    try:
+        run()
+    finally:
+        kernel._run = launcher
+    return functools.partial(launcher, *launches[0]) if len(launches) == 1 else None
+
+
 def own_jit_run() -> Any:
     """Return Triton's own `JITFunction.run`; None where a tool has replaced it."""
     from triton.runtime.jit import JITFunction

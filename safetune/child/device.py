@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from safetune import triton_launch
+from safetune.inputs.memory_budget import FLUSH
 from safetune.isolation.device_bytes import DeviceBytes, Run
 from safetune.launch.timing import Launch, Sample, Timer
 
-#: What Triton's own benchmarks overwrite: several times the largest L2 cache.
-_FLUSHED_BYTES = 256 << 20
+#: What is overwritten before a launch: this many times the L2 cache, and at least so much that the
+#: launch is queued meanwhile.
+_CACHES, _LEAST_FLUSHED = 2, 64 << 20
 #: How often it is flushed at most before one launch, where Python takes long to launch.
 _MOST_FLUSHES = 8
 #: How many late launches in a row double the flushes, and how many in time halve them. A late one
@@ -36,20 +38,20 @@ class DeviceTimer(Timer):
         self._clock = clock
         self._events: list[int] = []
         self._driver = where.driver
-        self._flushed = where.allocate(_FLUSHED_BYTES)
+        self._flushed = where.allocate(_flushed_bytes(where.l2_bytes()))
         self._flushes = 1
         self._were_late, self._in_a_row = False, 0
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[Sample]:
         """Return the times of `count` launches."""
-        driver, waited = self._driver, list[float]()
+        driver, waited, flushed = self._driver, list[float](), self._flushed
         while len(self._events) < 2 * count:
             self._events.append(driver.event())
         pairs = list(zip(self._events[:count], self._events[count : 2 * count], strict=True))
         for start, end in pairs:
             before()
             for _ in range(self._flushes):
-                driver.fill(self._flushed.address, 0, _FLUSHED_BYTES // 4, width=4)
+                driver.fill(flushed.address, 0, flushed.size // 4, width=4)
             began = self._clock()
             driver.record(start)
             launch()
@@ -82,6 +84,13 @@ class DeviceTimer(Timer):
                 self._driver.drop_event(event)
 
 
+def _flushed_bytes(cache: int) -> int:
+    """Return how much is overwritten to empty a cache; 256 MiB, as in Triton, for one of unknown
+    size.
+    """
+    return min(max(_CACHES * cache, _LEAST_FLUSHED), FLUSH) if cache else FLUSH
+
+
 class Scratch:
     """The memory that Triton asks for at a launch; launches follow each other on one stream, so all
     of a kind get the same.
@@ -112,7 +121,7 @@ class DeviceLaunches:
         self._scratch = Scratch(where)
         triton_launch.set_default_profile_allocator(Scratch(where).allocate_zeroed)
 
-    def __call__(self, run: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
-        """Call a launch."""
+    def __call__(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call what launches."""
         with triton_launch.default_allocator(self._scratch.allocate):
             return run(*args, **kwargs)

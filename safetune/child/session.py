@@ -21,6 +21,7 @@ from safetune.isolation.protocol import DONE, Answer, Budget, Measure, Prepare
 from safetune.keys.kernel_digest import base_function
 from safetune.launch.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.outcome import Outcome, OutputReport, Timing, Verdict
+from safetune.triton_internals import is_watched
 
 _VERDICTS: dict[type[Exception], Verdict] = {
     InvalidTime: Verdict.INVALID_TIME,
@@ -29,7 +30,7 @@ _VERDICTS: dict[type[Exception], Verdict] = {
 }
 
 
-def _called(run: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+def _called(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
@@ -45,9 +46,10 @@ class Session:
         self._arguments, self._configs = self._rebuilt.arguments, self._rebuilt.configs
         self._call = call = self._rebuilt.call
         self._grids = job.grids
+        self._launches: dict[int, ConfigLaunch] = {}
         self._seen: set[int] = set()
         self._timer: Timer = Timer()
-        self._launched: Callable[..., object] = _called
+        self._launched: Callable[..., Any] = _called
         if found:
             if not self.has_torch:
                 triton_launch.prepare_specializing()
@@ -121,10 +123,12 @@ class Session:
         self._finished(self._launch_of(config))
 
     def _launch_of(self, config: int) -> ConfigLaunch:
-        configs, grids = self._configs, self._grids
-        return ConfigLaunch(
-            self._call, configs[config], grids[config], self._launched, self._restored
-        )
+        if config not in self._launches:
+            options, grid = self._configs[config], self._grids[config]
+            self._launches[config] = ConfigLaunch(
+                self._call, options, grid, self._launched, self._restored
+            )
+        return self._launches[config]
 
     def _finished(self, launch: ConfigLaunch) -> None:
         def checked() -> None:
@@ -139,7 +143,9 @@ class Session:
         do_bench = self._call.hooks.do_bench
         if do_bench is not None:
             return from_do_bench(do_bench(launch.with_hooks, quantiles=(0.5, 0.2, 0.8)))
-        return measure(launch, launch.before, launch.after, self._timer, budget)
+        around = launch.before, launch.after
+        timing: Timing = self._launched(measure, launch.again(), *around, self._timer, budget)
+        return timing
 
 
 class ConfigLaunch:
@@ -150,12 +156,15 @@ class ConfigLaunch:
         call: Call,
         config: Config,
         grid: Any,
-        launched: Callable[..., object] = _called,
+        launched: Callable[..., Any] = _called,
         restored: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         options = config.all_kwargs()
         self._launched = launched
+        self._kernel, _ = base_function(call.kernel)
         self._run: Callable[..., object] = call.kernel.run
+        self._compiled: Any = None
+        self._again: Callable[[], object] | None = None
         self._args, pinned = call.pinned()
         self._kwargs = {**pinned, **options, "grid": grid, "warmup": False}
         self._named = {**call.named(), **options}
@@ -165,7 +174,21 @@ class ConfigLaunch:
 
     def __call__(self) -> None:
         """Launch the kernel, without hooks."""
-        self._launched(self._run, *self._args, **self._kwargs)
+        self._compiled = self._launched(self._run, *self._args, **self._kwargs)
+
+    def again(self) -> Callable[[], object]:
+        """Return what launches the kernel as the last launch did.
+
+        Where no hook and no tool sees the arguments, Triton's work on the host before a launch is
+        done once: beside a small kernel, it decides how long a tuning takes.
+        """
+        watching = (self._config.pre_hook, self._hooks.pre_hook, self._hooks.post_hook)
+        if any(watching) or self._compiled is None or is_watched(self._kernel):
+            return self
+        if self._again is None:
+            run = functools.partial(self._run, *self._args, **self._kwargs)
+            self._again = triton_launch.repeated(run, self._compiled) or self
+        return self._again
 
     def before(self) -> None:
         """Run what triton.autotune runs before each launch: the config's hook, then the tuner's."""

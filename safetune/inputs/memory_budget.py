@@ -10,7 +10,7 @@ from safetune.errors import NoMemory, NotReproducible
 from safetune.isolation import backend
 
 #: Device memory that a child needs besides tensors: its context with the code of the libraries, and
-#: the buffer that flushes the L2 cache.
+#: the buffer that flushes the L2 cache, at most.
 CONTEXT = 512 << 20
 FLUSH = 256 << 20
 #: What is left to launches where there is little: their scratch memory.

@@ -28,7 +28,7 @@ _OUT_OF_MEMORY, _NOT_READY = 2, 600
 _CAPTURE_RELAXED = 2
 _NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT = 3, 4, 201
 NO_CONTEXT = frozenset({_NOT_INITIALIZED, _DEINITIALIZED, INVALID_CONTEXT})
-_SM_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76
+_SM_COUNT, _L2_BYTES, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 38, 75, 76
 _SHARED_MEMORY, _OVERSIZED_SHARED_MEMORY = 97, 150
 
 _DESCRIBE = """
@@ -167,6 +167,10 @@ class Driver:
         value, device = ctypes.c_int(), self.device(index)
         self.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device, known=known)
         return value.value
+
+    def l2_bytes(self, index: int) -> int:
+        """Return the size of a device's L2 cache; 0 where it is not known."""
+        return self.attribute(_L2_BYTES, index)
 
     def device_name(self, index: int) -> str:
         """Return the product name of a device."""

@@ -115,6 +115,10 @@ class DeviceBytes:
         held = self._written("Q", [0, 1])
         return self.checksums([Run(held.address, 16)]) == [_OF_0_AND_1]
 
+    def l2_bytes(self) -> int:
+        """Return the size of the device's L2 cache; 0 where it is not known."""
+        return self.driver.l2_bytes(self._index)
+
     def allocate(self, size: int) -> DeviceMemory:
         """Return new memory; raises `MemoryError` where the device has not as much left."""
         return DeviceMemory(self.driver, self._index, size)

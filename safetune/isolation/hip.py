@@ -92,6 +92,9 @@ class _HipDriver(Driver):
     def can_share(self, index: int) -> bool:
         return False
 
+    def l2_bytes(self, index: int) -> int:
+        return 0  # behind it is a larger cache, of which HIP does not tell
+
     def module(self, image: bytes) -> NoReturn:
         raise BackendError("the kernels that come as PTX are not for AMD GPUs")
 

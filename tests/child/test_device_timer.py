@@ -17,6 +17,7 @@ from safetune.isolation.protocol import Budget
 from safetune.launch.timing import Sample, measure
 from safetune.outcome import Timing
 from tests.libcuda import stub
+from tests.libcuda.stub import driver as driver  # a fixture
 
 KERNEL_MS = 0.02
 
@@ -66,6 +67,24 @@ def host() -> Iterator[Callable[..., Host]]:
     with Driver(library).on(0):
         yield lambda launches_ms: Host(library, launches_ms)
     library.stub_real_clock()
+
+
+@pytest.mark.parametrize(
+    ("cache", "flushed"), [(6, 64), (50, 100), (126, 252), (200, 256), (0, 256)]
+)
+def test_twice_the_cache_is_overwritten(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, cache: int, flushed: int
+) -> None:
+    """In MiB. To overwrite more would be most of what a small kernel's tuning takes."""
+    monkeypatch.setattr(driver, "l2_bytes", lambda index: cache << 20)
+    before = driver.memory()[0]
+    timer = DeviceTimer(DeviceBytes(driver, 0, "cuda:0"))
+    assert before - driver.memory()[0] == flushed << 20
+    del timer
+
+
+def test_the_driver_tells_the_size_of_the_cache(driver: Driver) -> None:
+    assert driver.l2_bytes(0) == 50 << 20
 
 
 def test_what_the_host_does_in_time_is_not_in_the_span(host: Callable[..., Host]) -> None:

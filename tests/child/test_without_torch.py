@@ -237,6 +237,34 @@ def test_a_sticky_error_is_an_illegal_access(device: Device) -> None:
     assert outcome.verdict is Verdict.ILLEGAL_ACCESS, outcome
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_triton_prepares_a_timed_launch_once_unless_a_hook_sees_it(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooked: bool
+) -> None:
+    """Its work on the host takes longer than a small kernel; a hook may change the arguments."""
+    log, runs = tmp_path / "log", tmp_path / "runs"
+    text = str(runs)
+
+    def block(arguments: dict[str, Any]) -> int:
+        with open(text, "a") as file:
+            file.write("run\n")
+        return 16
+
+    def look(arguments: dict[str, Any]) -> None:
+        pass
+
+    monkeypatch.setenv("LIBCUDA_LOG", str(log))
+    options = {"pre_hook": look} if hooked else {}
+    child = device.child(copy_kernel, heuristics={"BLOCK": block}, **options)
+    assert measured(child)[0].ok
+    log.unlink()
+    runs.write_text("")
+    outcome, _ = child.measure(0, Budget(least=30, time_ms=0.0))
+    assert outcome.ok, outcome
+    assert log.read_text().count("cuLaunchKernelEx") == 30
+    assert runs.read_text().count("run") == (30 if hooked else 0)
+
+
 @pytest.mark.parametrize(
     ("names", "left"),
     [("reset_to_zero", 3.0), pytest.param("restore_value", 8.0, marks=pytest.mark.full)],

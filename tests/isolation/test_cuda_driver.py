@@ -35,6 +35,7 @@ CALLS: dict[str, Callable[[Driver], object]] = {
     "device_count": lambda driver: driver.device_count(),
     "device": lambda driver: driver.device(0),
     "attribute": lambda driver: driver.attribute(1, 0),
+    "l2_bytes": lambda driver: driver.l2_bytes(0),
     "device_name": lambda driver: driver.device_name(0),
     "device_uuid": lambda driver: driver.device_uuid(0),
     "context": lambda driver: driver.context(0),

@@ -197,6 +197,10 @@ class TestLibrary:
         where.set_bytes(Run(memory.address, 3), 7)
         assert where.read(memory.address, 3) == bytes([7, 7, 7])
 
+    def test_the_size_of_its_caches_is_not_known(self, found: hip.Hip) -> None:
+        """HIP numbers attributes otherwise than CUDA."""
+        assert found.bytes_of(0).l2_bytes() == 0
+
     def test_every_function_has_a_namesake_in_hips_header(self) -> None:
         header = (INCLUDED / "hip/hip_runtime_api.h").read_text()
         folder = ROOT / "safetune/isolation"

@@ -5,7 +5,8 @@
  * LIBCUDA_MEMORY   bytes of each device; 1 GiB without it
  * LIBCUDA_FAIL     function=error,...: calls that fail
  * LIBCUDA_WITHOUT  an attribute that every device lacks
- * LIBCUDA_LOG      a file that gets a line, "pid function", for cuInit and each call that shares
+ * LIBCUDA_LOG      a file that gets a line, "pid function", for cuInit, each launch of Triton's and
+ *                  each call that shares
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -68,6 +69,7 @@ static double done_at[16]; /* when a device has nothing left to do */
 static double worked;      /* the time of this process that counts as a device's */
 static double set_clock = -1;
 static double flush_ms = 256.0 * (1 << 20) / 2.5e9;
+#define FLUSH (100u << 20) /* as large as caches are flushed by, and then nothing reads it */
 
 static double real_clock(void) {
     struct timespec now;
@@ -126,6 +128,7 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
     if (attribute == 97) *value = 232448;   /* shared memory of a block */
     if (attribute == 82) *value = 65536;    /* registers */
     if (attribute == 16) *value = 132;      /* multiprocessors */
+    if (attribute == 38) *value = FLUSH / 2; /* L2 cache */
     return OK;
 }
 Result cuDevicePrimaryCtxRetain(int64_t *context, int device) {
@@ -206,7 +209,6 @@ COPY(cuMemcpyDtoHAsync_v2, void *stream)
 COPY(cuMemcpyDtoH_v2)
 COPY(cuMemcpyHtoD_v2)
 
-#define FLUSH (256u << 20) /* as large as caches are flushed by, and then nothing reads it */
 #define FILL(bits)                                                                         \
     Result cuMemsetD##bits##Async(Address at, uint##bits##_t value, size_t count, void *stream) { \
         BEGIN_ON_DEVICE;                                                                   \
@@ -482,6 +484,7 @@ Result cuFuncGetAttribute(int *value, int attribute, void *function) {
 }
 Result cuLaunchKernelEx(const unsigned *config, Function *function, void **parameters, void **extra) {
     BEGIN_ON_DEVICE;
+    note(__func__);
     double began = real_clock();
     const char *name = function->name;
     float *out = POINTER(0), *in = POINTER(1);
