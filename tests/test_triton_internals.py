@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler import CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
@@ -365,6 +366,52 @@ class TestLauncher:
     def test_an_instrumented_kernel_is_left_to_triton(self, run: CudaLauncher) -> None:
         kernel = compiled(run, profile_scratch_size=128)
         assert triton_launch.launcher(kernel, lambda *_: None) is None
+
+
+class TestRepeated:
+    @pytest.fixture
+    def calls(self) -> list[Any]:
+        return []
+
+    @pytest.fixture
+    def kernel(self, calls: list[Any]) -> CompiledKernel:
+        """A compiled kernel that was loaded before."""
+        kernel = CompiledKernel.__new__(CompiledKernel)
+        kernel.module = None
+        kernel._run = lambda *arguments: calls.append(arguments)
+        return kernel
+
+    def test_the_launch_is_the_same_and_made_only_when_it_is_called(
+        self, kernel: CompiledKernel, calls: list[Any]
+    ) -> None:
+        found = triton_launch.repeated(lambda: kernel.run(1, 2, 3, 100, "x"), kernel)
+        assert found is not None
+        assert calls == []
+        found()
+        found()
+        kernel.run(7)
+        assert calls == [(1, 2, 3, 100, "x")] * 2 + [(7,)]
+
+    @pytest.mark.parametrize("launches", [0, 2])
+    def test_what_is_not_one_launch_is_not_repeated(
+        self, kernel: CompiledKernel, calls: list[Any], launches: int
+    ) -> None:
+        """As where a heuristic launches the kernel, or another kernel is launched."""
+
+        def run() -> None:
+            for _ in range(launches):
+                kernel.run(1)
+
+        assert triton_launch.repeated(run, kernel) is None
+        assert calls == []
+
+    def test_a_launch_that_fails_leaves_the_kernel_as_it_was(
+        self, kernel: CompiledKernel, calls: list[Any]
+    ) -> None:
+        with pytest.raises(ZeroDivisionError):
+            triton_launch.repeated(lambda: 1 / 0, kernel)
+        kernel.run(7)
+        assert calls == [(7,)]
 
 
 class TestInTheWay:
