@@ -312,11 +312,13 @@ def compiled(run: Any, **metadata: int) -> Any:
     )
 
 
-class TestLauncher:
-    @pytest.fixture
-    def calls(self) -> list[Any]:
-        return []
+@pytest.fixture
+def calls() -> list[Any]:
+    """The arguments that a stand-in is called with."""
+    return []
 
+
+class TestLauncher:
     @pytest.fixture
     def run(self, calls: list[Any]) -> CudaLauncher:
         """Triton's launcher, above a stand-in for its compiled part."""
@@ -369,10 +371,6 @@ class TestLauncher:
 
 
 class TestRepeated:
-    @pytest.fixture
-    def calls(self) -> list[Any]:
-        return []
-
     @pytest.fixture
     def kernel(self, calls: list[Any]) -> CompiledKernel:
         """A compiled kernel that was loaded before."""

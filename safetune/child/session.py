@@ -18,7 +18,7 @@ from safetune.inputs import compile_spec
 from safetune.inputs.call import Call, owners_of
 from safetune.isolation import backend
 from safetune.isolation.protocol import DONE, Answer, Budget, Measure, Prepare
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.kernel_digest import base_function, is_own, layers
 from safetune.launch.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.outcome import Outcome, OutputReport, Timing, Verdict
 from safetune.triton_internals import is_watched
@@ -143,9 +143,20 @@ class Session:
         do_bench = self._call.hooks.do_bench
         if do_bench is not None:
             return from_do_bench(do_bench(launch.with_hooks, quantiles=(0.5, 0.2, 0.8)))
+        again = launch.again() if self._repeatable() else launch
         around = launch.before, launch.after
-        timing: Timing = self._launched(measure, launch.again(), *around, self._timer, budget)
+        timing: Timing = self._launched(measure, again, *around, self._timer, budget)
         return timing
+
+    def _repeatable(self) -> bool:
+        """Whether all that runs between two launches of a config is Triton's own code.
+
+        A hook of one config may change an argument for all: the blocks of a descriptor.
+        """
+        hooks, kernel = self._call.hooks, self._call.kernel
+        given = [hooks.pre_hook, hooks.post_hook, *(each.pre_hook for each in self._configs)]
+        own = all(map(is_own, layers(kernel))) and not is_watched(base_function(kernel)[0])
+        return own and not any(given) and not self._call.interpreted
 
 
 class ConfigLaunch:
@@ -161,7 +172,6 @@ class ConfigLaunch:
     ) -> None:
         options = config.all_kwargs()
         self._launched = launched
-        self._kernel, _ = base_function(call.kernel)
         self._run: Callable[..., object] = call.kernel.run
         self._compiled: Any = None
         self._again: Callable[[], object] | None = None
@@ -177,13 +187,11 @@ class ConfigLaunch:
         self._compiled = self._launched(self._run, *self._args, **self._kwargs)
 
     def again(self) -> Callable[[], object]:
-        """Return what launches the kernel as the last launch did.
+        """Return what launches the kernel as the last launch did, with Triton's work before done.
 
-        Where no hook and no tool sees the arguments, Triton's work on the host before a launch is
-        done once: beside a small kernel, it decides how long a tuning takes.
+        Beside a small kernel, that work decides how long a tuning takes.
         """
-        watching = (self._config.pre_hook, self._hooks.pre_hook, self._hooks.post_hook)
-        if any(watching) or self._compiled is None or is_watched(self._kernel):
+        if self._compiled is None:  # as where a cache hook of Triton's keeps it from compiling
             return self
         if self._again is None:
             run = functools.partial(self._run, *self._args, **self._kwargs)

@@ -86,14 +86,16 @@ class Device:
         configs: int = 1,
         described: bool = False,
         shared: bool = False,
+        layer: type[Heuristics] = Heuristics,
         **options: Any,
     ) -> MeasuringChild:
         """Return the child of a call of a kernel, with a config of BLOCK=16, and further ones.
 
-        With `shared`, it gets the arguments in memory of the device.
+        With `shared`, it gets the arguments in memory of the device. `layer` is what the heuristics
+        are in, and the options are those of the last config.
         """
         kernel: Any = JITFunction(function)
-        kernel = kernel if heuristics is None else Heuristics(kernel, kernel.arg_names, heuristics)
+        kernel = kernel if heuristics is None else layer(kernel, kernel.arg_names, heuristics)
         args: list[Any] = [torch.full((N,), 5.0), torch.arange(N).float(), N]
         if described:
             args[1] = TensorDescriptor.from_tensor(torch.zeros(64, 64), [16, 16])
@@ -107,7 +109,8 @@ class Device:
             hooks=hooks or Hooks(),
             index=0,
         )
-        made = [triton.Config({"BLOCK": 16 << i}, **options) for i in range(configs)]
+        made = [triton.Config({"BLOCK": 16 << i}) for i in range(configs - 1)]
+        made.append(triton.Config({"BLOCK": 16 << (configs - 1)}, **options))
         tensors = kernel_pickle.TensorTable()
         blob = kernel_pickle.pack((call, made), "a call", tensors, by_value=[function])
         results = os.memfd_create("results")
@@ -237,9 +240,9 @@ def test_a_sticky_error_is_an_illegal_access(device: Device) -> None:
     assert outcome.verdict is Verdict.ILLEGAL_ACCESS, outcome
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_triton_prepares_a_timed_launch_once_unless_a_hook_sees_it(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooked: bool
+@pytest.mark.parametrize("seen_by", ["", "its hook", "another's hook", "the tuner's", "a layer"])
+def test_triton_prepares_a_timed_launch_once_unless_code_of_the_user_s_sees_it(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str
 ) -> None:
     """Its work on the host takes longer than a small kernel; a hook may change the arguments."""
     log, runs = tmp_path / "log", tmp_path / "runs"
@@ -250,19 +253,27 @@ def test_triton_prepares_a_timed_launch_once_unless_a_hook_sees_it(
             file.write("run\n")
         return 16
 
-    def look(arguments: dict[str, Any]) -> None:
+    def look(arguments: dict[str, Any], **others: Any) -> None:
         pass
 
+    class Layer(Heuristics):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            return super().run(*args, **kwargs)
+
+    hooks = Hooks(post_hook=look) if seen_by == "the tuner's" else None
+    options: dict[str, Any] = {"pre_hook": look} if seen_by.endswith("hook") else {}
+    options["configs"] = 2 if seen_by == "another's hook" else 1
+    options["layer"] = Layer if seen_by == "a layer" else Heuristics
     monkeypatch.setenv("LIBCUDA_LOG", str(log))
-    options = {"pre_hook": look} if hooked else {}
-    child = device.child(copy_kernel, heuristics={"BLOCK": block}, **options)
+    child = device.child(copy_kernel, hooks, heuristics={"BLOCK": block}, **options)
     assert measured(child)[0].ok
     log.unlink()
     runs.write_text("")
     outcome, _ = child.measure(0, Budget(least=30, time_ms=0.0))
     assert outcome.ok, outcome
     assert log.read_text().count("cuLaunchKernelEx") == 30
-    assert runs.read_text().count("run") == (30 if hooked else 0)
+    assert runs.read_text().count("run") == (30 if seen_by else 0)
+    assert not child.with_torch
 
 
 @pytest.mark.parametrize(
