@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -25,20 +26,25 @@ from safetune.store.shared import local_copy, once_per_node
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.opening import open_shared
-from safetune.store.shared.patience import Budget
 from safetune.store.shared.protocol import Name, SharedStore
 
-from .conftest import LIST, ROOT, SPACE, TOOLCHAIN, Children, choice, key, stored, tuned
+from .conftest import LIST, ROOT, SPACE, TOOLCHAIN, Children, Clock, choice, key, stored, tuned
 
 MANY = 1000
 LAST = MANY - 1
 
 
+#: What callers may wait for a store here: enough on a busy machine.
+AMPLE_S = 60.0
+
+
 class Large:
     """A store that yields one record again and again, and the last one only when told to."""
 
-    def __init__(self, store: SharedStore) -> None:
+    def __init__(self, store: SharedStore, clock: Clock | None = None) -> None:
+        """Have the caller's half of `AMPLE_S` end by this clock once all others are pulled."""
         self._store = store
+        self._clock = clock or Clock()
         self.location, self.identity = store.location, store.identity
         self.go_on = threading.Event()
         self.asked: list[int] = []
@@ -50,22 +56,29 @@ class Large:
         self.asked.append(len(names))
         last = {name for name in names if name.key == key(LAST).digest}
         yield from self._store.pull(namespace, names - last)
+        self._clock.leapt_s += AMPLE_S / 2
         while not self.go_on.is_set():
             yield stored(0)
         yield from self._store.pull(namespace, last)
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    found = f"file://{tmp_path}/shared"
-    (tmp_path / "shared").mkdir()
-    open_shared(found).publish(SPACE, [stored(number) for number in range(MANY)])
-    return found
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of all records. They are written once, as each is synced to the disk."""
+    directory = tmp_path_factory.mktemp("published")
+    open_shared(f"file://{directory}").publish(SPACE, [stored(number) for number in range(MANY)])
+    return directory
 
 
 @pytest.fixture
-def large(url: str) -> Iterator[Large]:
-    opened = Large(open_shared(url))
+def url(published: Path, tmp_path: Path) -> str:
+    shutil.copytree(published, tmp_path / "shared")
+    return f"file://{tmp_path}/shared"
+
+
+@pytest.fixture
+def large(url: str, clock: Clock) -> Iterator[Large]:
+    opened = Large(open_shared(url), clock)
     yield opened
     opened.go_on.set()
 
@@ -84,14 +97,15 @@ def wait_until_complete(layer: SharedLayer) -> None:
     pytest.fail("the pull does not end")
 
 
-def test_a_run_goes_on_while_the_thread_pulls_the_rest(local: GuardedStore, large: Large) -> None:
-    layer = local.shared = SharedLayer(large, local.connection)
+def test_a_run_goes_on_while_the_thread_pulls_the_rest(
+    local: GuardedStore, large: Large, clock: Clock
+) -> None:
+    layer = local.shared = SharedLayer(large, local.connection, clock, budget_s=AMPLE_S)
     lookup = Lookup(local)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         # No node has tuned it; to wait for the whole pull would be to wait for `go_on`.
         assert lookup.find(key(MANY), LIST) is None
-        layer._budget = Budget(time.monotonic, 60.0, 60.0)  # full, and enough on a busy machine
         # What is not pulled yet is asked for by its key, and then it is here.
         assert local.choice(key(LAST).digest) is None
         assert lookup.find(key(LAST), LIST) == choice(LAST)
@@ -109,18 +123,26 @@ def test_a_run_goes_on_while_the_thread_pulls_the_rest(local: GuardedStore, larg
 
 
 def test_another_process_of_the_node_does_not_pull_as_well(
-    local: GuardedStore, large: Large, tmp_path: Path
+    local: GuardedStore, large: Large, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for a part of its time, and then asks for its key."""
-    first = SharedLayer(large, local.connection)
-    first.refresh(SPACE)
+    waits_s = []
+
+    def tries(wait_s: float, *pauses_s: float) -> Iterator[None]:
+        waits_s.append(wait_s)
+        yield  # once, instead of all that time
+
+    monkeypatch.setattr(once_per_node, "tries", tries)
     store = GuardedStore.open(tmp_path / "node")
     again = Large(large._store)
-    store.shared = SharedLayer(again, store.connection)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SafetuneWarning)  # as where it does not answer in time
+        first = SharedLayer(large, local.connection, clock, budget_s=AMPLE_S)
+        first.refresh(SPACE)
+        store.shared = SharedLayer(again, store.connection, budget_s=AMPLE_S)
         assert Lookup(store).find(key(LAST), LIST) == choice(LAST)
     assert again.asked == [], "both pull"
+    assert waits_s[-1] == pytest.approx(AMPLE_S / 2, abs=1.0)
     large.go_on.set()
     wait_until_complete(first)
     store.close()
