@@ -36,6 +36,9 @@ SPACE = namespace(DEVICE.record(), TOOLCHAIN.record())
 
 LIST = encoding.digest("the configs that the decorator declares")
 
+#: What callers may wait for a store where the test is not about that: enough on a busy machine.
+AMPLE_S = 60.0
+
 
 def example(name: str) -> Any:
     """Return a module of docs/examples."""

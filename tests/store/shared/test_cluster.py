@@ -25,7 +25,7 @@ from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import Election, WaitBudget, elect, elect_cluster
 from safetune.tuning.tuner import tune
 
-from .conftest import Children, choice
+from .conftest import AMPLE_S, Children, choice
 
 OK = Outcome(Verdict.OK)
 NOW = WaitBudget(0.0)
@@ -50,7 +50,7 @@ def node(database: str, tmp_path: Path) -> Iterator[Callable[[], GuardedStore]]:
 
     def new() -> GuardedStore:
         store = GuardedStore.open(tmp_path / f"node{len(made)}")
-        store.shared = SharedLayer(open_shared(database), store.connection)
+        store.shared = SharedLayer(open_shared(database), store.connection, budget_s=AMPLE_S)
         made.append(store)
         return store
 
@@ -255,7 +255,8 @@ def test_a_choice_is_published_before_another_process_of_the_node_sees_it(
             return super().publish(namespace, mine)
 
     store, sibling = (GuardedStore.open(tmp_path / "node") for _ in range(2))
-    store.shared = SharedLayer(Late(tmp_path / "shared"), store.connection)
+    late = Late(tmp_path / "shared")
+    store.shared = SharedLayer(late, store.connection, budget_s=AMPLE_S)
     assert tune(request_, store).stored == other
     assert seen == [None]
     assert sibling.choice(request_.key.digest) == other

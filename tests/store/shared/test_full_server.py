@@ -190,7 +190,7 @@ def test_a_server_that_hangs_up_and_is_gone_is_not_waited_for(
 ) -> None:
     """To connect again says that it is gone."""
     backend: Any = open_shared(database.replace(str(server.port), str(proxy.port)))
-    layer = SharedLayer(backend, local.connection)
+    layer = SharedLayer(backend, local.connection, budget_s=WITHOUT_LIMIT_S)
     with pytest.raises(TryLater), backend.writing() as connection:
         proxy.close()
         connection.execute("SELECT 1")

@@ -26,7 +26,7 @@ from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import NoLease, SharedStore
 
-from .conftest import LIST, ROOT, SPACE, Children, Clock, Proxy, choice, key, stored, tuned
+from .conftest import AMPLE_S, LIST, ROOT, SPACE, Children, Clock, Proxy, choice, key, stored, tuned
 
 
 def wait_until_on(layer: SharedLayer) -> None:
@@ -344,7 +344,7 @@ class TestExchange:
         with store.connection.transaction() as writing:
             writing.execute("DROP TABLE choice")
             writing.execute("CREATE VIEW choice AS SELECT 1")
-        store.shared = SharedLayer(open_shared(database), store.connection)
+        store.shared = SharedLayer(open_shared(database), store.connection, budget_s=AMPLE_S)
         found = Lookup(store).find(key(), LIST)
         assert found == choice(0, 128, 2)
         store.close()
@@ -430,7 +430,7 @@ class TestOncePerNode:
         found: list[int] = []
 
         def start(store: GuardedStore) -> None:
-            store.shared = SharedLayer(open_shared(url), store.connection)
+            store.shared = SharedLayer(open_shared(url), store.connection, budget_s=AMPLE_S)
             barrier.wait()
             lookup = Lookup(store)
             found.append(sum(lookup.find(key(n), LIST) is not None for n in range(20)))
@@ -513,7 +513,7 @@ layer._thread.submit(lambda: layer._deliver(SPACE, [stored()]))
 
 def test_a_forked_child_starts_a_thread_of_its_own(database: str, local: GuardedStore) -> None:
     """The thread is not there in the child: a task for the parent's thread would never run."""
-    layer = SharedLayer(open_shared(database), local.connection)
+    layer = SharedLayer(open_shared(database), local.connection, budget_s=AMPLE_S)
     assert layer.publish(SPACE, stored(0)) == stored(0)
     pid = os.fork()
     if pid == 0:
@@ -535,7 +535,7 @@ def test_a_fork_during_a_query_leaves_both_sides_working(
     shared = open_shared(database)
     shared.publish(SPACE, [stored(0)])
     backend: Any = open_shared(database)
-    layer = SharedLayer(backend, local.connection)
+    layer = SharedLayer(backend, local.connection, budget_s=AMPLE_S)
     answers: list[Any] = []
 
     def query() -> None:

@@ -14,7 +14,7 @@ from safetune.store.shared.lease_files import EXPIRES_AFTER_S, LeasedDirectory
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import UNSHARED_S, Lease, NoLease
 
-from .conftest import SPACE, stored
+from .conftest import AMPLE_S, SPACE, stored
 
 
 @pytest.fixture
@@ -122,7 +122,8 @@ def test_a_directory_that_is_not_mounted_is_not_made(tmp_path: Path) -> None:
 def test_a_launch_takes_no_lease_in_a_directory(tmp_path: Path, local: GuardedStore) -> None:
     """It may be a copy, or read-only; and a launch must not wait for a dead node."""
     (tmp_path / "shared").mkdir()
-    layer = SharedLayer(open_shared(f"file://{tmp_path}/shared"), local.connection)
+    shared = open_shared(f"file://{tmp_path}/shared")
+    layer = SharedLayer(shared, local.connection, budget_s=AMPLE_S)
     claim = layer.claim(SPACE, "key", "list", force=False)
     assert isinstance(claim.lease, NoLease)
     assert list((tmp_path / "shared").iterdir()) == []

@@ -15,7 +15,7 @@ from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import FORMAT, encode
 
-from .conftest import LIST, SPACE, choice, key, stored, tuned
+from .conftest import AMPLE_S, LIST, SPACE, choice, key, stored, tuned
 
 
 def newer(number: int) -> str:
@@ -48,7 +48,7 @@ def test_a_choice_of_a_newer_version_stays_and_is_not_used(
         backend.publish(SPACE, [stored(0), stored(1)])
         replace_record(url, kind, text)
 
-    layer = SharedLayer(backend, local.connection)
+    layer = SharedLayer(backend, local.connection, budget_s=AMPLE_S)
     layer.refresh(SPACE)
     assert local.choice(key(1).digest) == choice(1)
     assert local.choice(key(0).digest) is None
@@ -68,7 +68,7 @@ def test_a_choice_with_a_mark_of_a_newer_version_is_not_published(
     backend = open_shared(f"file://{tmp_path / 'shared'}")
     tuned(local, 0, marks=("cooled: 3 times",))
     tuned(local, 1, marks=("disputed: 2 of 3",))
-    SharedLayer(backend, local.connection).refresh(SPACE)
+    SharedLayer(backend, local.connection, budget_s=AMPLE_S).refresh(SPACE)
     assert {name.key for name in backend.names(SPACE)} == {key(1).digest}
 
 

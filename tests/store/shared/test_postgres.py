@@ -31,7 +31,7 @@ from safetune.store.shared.protocol import (  # noqa: E402
     name_of,
 )
 
-from .conftest import LIST, SPACE, key, stored  # noqa: E402
+from .conftest import AMPLE_S, LIST, SPACE, key, stored  # noqa: E402
 
 ROLES = Path(__file__).parents[3] / "docs/examples/postgres_roles.sql"
 
@@ -81,7 +81,7 @@ def test_a_hundred_nodes_share_forty_connections(
 
     def ask(number: int) -> Any:
         with closing(GuardedStore.open(tmp_path / f"node{number}")) as store:
-            layer = SharedLayer(open_shared(database), store.connection, budget_s=60.0)
+            layer = SharedLayer(open_shared(database), store.connection, budget_s=AMPLE_S)
             for _ in tries(math.inf, 0.01, 0.5):
                 claim = layer.claim(SPACE, key(number % 20).digest, LIST, force=False)
                 if not claim.later:

@@ -28,14 +28,22 @@ from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import Name, SharedStore
 
-from .conftest import LIST, ROOT, SPACE, TOOLCHAIN, Children, Clock, choice, key, stored, tuned
+from .conftest import (
+    AMPLE_S,
+    LIST,
+    ROOT,
+    SPACE,
+    TOOLCHAIN,
+    Children,
+    Clock,
+    choice,
+    key,
+    stored,
+    tuned,
+)
 
 MANY = 1000
 LAST = MANY - 1
-
-
-#: What callers may wait for a store here: enough on a busy machine.
-AMPLE_S = 60.0
 
 
 class Large:
@@ -118,7 +126,7 @@ def test_a_run_goes_on_while_the_thread_pulls_the_rest(
     assert number_of_choices(local) == MANY
     # The next process has it all, and need not ask.
     after = Large(large._store)
-    SharedLayer(after, local.connection).refresh(SPACE)
+    SharedLayer(after, local.connection, budget_s=AMPLE_S).refresh(SPACE)
     assert after.asked == []
 
 
@@ -175,7 +183,7 @@ threading.Event().wait()  # its thread may still be at it
     assert number_of_choices(local) == 600, "whole batches"
     rest = Large(open_shared(url))
     rest.go_on.set()
-    layer = SharedLayer(rest, local.connection)
+    layer = SharedLayer(rest, local.connection, budget_s=AMPLE_S)
     layer.refresh(SPACE)
     wait_until_complete(layer)
     assert rest.asked == [MANY - 600]
@@ -216,7 +224,7 @@ def node(directory: Path, shared: Path | str) -> tuple[Lookup, GuardedStore]:
     """A process of a node: its database, and a shared store or another one."""
     url = shared if isinstance(shared, str) else f"file://{shared}"
     opened = GuardedStore.open(directory)
-    opened.shared = SharedLayer(open_shared(url), opened.connection)
+    opened.shared = SharedLayer(open_shared(url), opened.connection, budget_s=AMPLE_S)
     return Lookup(opened), opened
 
 
@@ -298,7 +306,7 @@ def test_a_record_is_read_once_also_where_this_node_has_published_it(
 ) -> None:
     large = Large(open_shared(url))
     large.go_on.set()
-    layer = local.shared = SharedLayer(large, local.connection)
+    layer = local.shared = SharedLayer(large, local.connection, budget_s=AMPLE_S)
     tuned(local, MANY, 128)
     layer.publish(SPACE, StoredChoice(KeyRecord.of(key(MANY)), choice(MANY, 128)))
     for _ in range(2):
@@ -326,7 +334,8 @@ def old_choices(local: GuardedStore, numbers: range) -> None:
 def test_choices_of_other_toolchains_cost_no_query(local: GuardedStore, tmp_path: Path) -> None:
     """Regression: each process paid 0.1 s per thousand of them, holding the database."""
     (tmp_path / "shared").mkdir()
-    layer = SharedLayer(open_shared(f"file://{tmp_path}/shared"), local.connection)
+    shared = open_shared(f"file://{tmp_path}/shared")
+    layer = SharedLayer(shared, local.connection, budget_s=AMPLE_S)
     tuned(local, 7)
     counts = []
     for last in (1, 21):
@@ -361,7 +370,7 @@ def test_what_a_node_has_tuned_alone_is_published_in_batches(
 
     for number in range(5):
         tuned(local, number)
-    layer = SharedLayer(Counting(shared), local.connection, batch=2)
+    layer = SharedLayer(Counting(shared), local.connection, batch=2, budget_s=AMPLE_S)
     layer.refresh(SPACE)
     wait_until_complete(layer)
     assert sum(published) == len(shared.names(SPACE)) == 5
