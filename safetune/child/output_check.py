@@ -23,7 +23,7 @@ from safetune.inputs.spans import FLOATS, TensorSpec, itemsize
 from safetune.isolation.device_bytes import NATIVE_FLOATS
 from safetune.outcome import Effects, Group, GroupDifference, OutputReport
 
-#: A config whose launch takes longer is launched once.
+#: A config whose first launch takes longer is launched once, whether it is slow or was held up.
 _SLOW_S = 2.0
 #: More results than a few are kept while they are within this size in bytes.
 _KEPT_BYTES = 1 << 28
@@ -45,6 +45,7 @@ class OutputCheck:
         scratch: names of arguments that are not compared.
         effects: what the kernel's text says of its writes.
         fd, relaunch, kept_bytes: see `Results`.
+        slow_s: seconds; a config whose first launch takes longer is launched once.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class OutputCheck:
         fd: int,
         relaunch: Callable[[int], object],
         kept_bytes: int = _KEPT_BYTES,
+        slow_s: float = _SLOW_S,
     ) -> None:
         self._arguments = arguments
         self._names = names
         self._effects = effects
+        self._slow_s = slow_s
         self._results = Results(arguments, fd, kept_bytes, relaunch)
         self._expected: dict[int, Any] = {}
         self._input_sizes: dict[int, float] = {}
@@ -107,7 +110,7 @@ class OutputCheck:
         """
         start = time.perf_counter()
         self._run(launch)
-        slow = time.perf_counter() - start > _SLOW_S
+        slow = time.perf_counter() - start > self._slow_s
         if not self._written and not slow:
             self._probe(launch)
             self._run(launch)

@@ -218,12 +218,15 @@ class _Evidence:
 
     def _by_staleness(self, members: list[int]) -> list[list[int]]:
         """Split off the configs that leave out elements of a tensor, where as many others or more
-        write all: their result depends on what the outputs held before.
+        write all: their result depends on what the outputs held before. A config of which that is
+        not known, as of a slow one, is on neither side.
         """
         stale: set[int] = set()
-        for tensor in range(max(len(self._reports[config].stale) for config in members)):
-            found = [c for c in members if any(self._reports[c].stale[tensor : tensor + 1])]
-            whole = [c for c in members if c not in found]
+        reported = {config: self._reports[config].stale for config in members}
+        for tensor in range(max(map(len, reported.values()))):
+            known = {c: each[tensor] > 0 for c, each in reported.items() if tensor < len(each)}
+            found = [c for c in known if known[c]]
+            whole = [c for c in known if not known[c]]
             if whole and len(whole) >= len(found):
                 stale |= {c for c in found if not self._is_partial(tensor, c, whole)}
         fresh = [config for config in members if config not in stale]

@@ -126,7 +126,7 @@ class Watch:
         self._memory = memory
         self._grid = grid
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = math.inf
         granules = dict.fromkeys(range(len(memory.regions)), 16)
         for view in memory.views:
             parts = (view.itemsize, view.offset, *view.strides)
@@ -167,8 +167,13 @@ class Watch:
             self._begins.append(self._begin)
 
     def check_time(self, location: tuple[object, ...]) -> None:
-        """Raise `NotInterpretable` if the launch takes longer than its limit."""
-        if time.monotonic() > self._deadline:
+        """Raise `NotInterpretable` if the launch takes longer than its limit.
+
+        That counts from the first call, as the first program begins.
+        """
+        now = time.monotonic()
+        self._deadline = min(self._deadline, now + self._timeout_s)
+        if now > self._deadline:
             raise NotInterpretable(
                 f"the launch took longer than timeout_s={self._timeout_s:g} in Triton's "
                 f"interpreter, now at {':'.join(map(str, location))}: check a smaller problem. "

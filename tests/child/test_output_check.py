@@ -21,6 +21,7 @@ from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import protocol
 from safetune.isolation.device_bytes import DeviceBytes
 from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
+from safetune.tuning.judge import judge
 from tests.backends import launching_on
 from tests.libcuda import stub
 
@@ -47,6 +48,7 @@ class Trial:
         self.launches: dict[int, Callable[..., None]] = {}
         self.settings = (effects, scratch)
         self.kept_bytes = 1 << 20
+        self.slow_s = 60.0
         self.count = 0
         self.fresh()
 
@@ -55,7 +57,9 @@ class Trial:
         effects, scratch = self.settings
         given = (self.arguments, self.names, scratch, effects, os.dup(self.file))
         self.launched: list[int] = []
-        self.check = OutputCheck(*given, kept_bytes=self.kept_bytes, relaunch=self.relaunch)
+        self.check = OutputCheck(
+            *given, kept_bytes=self.kept_bytes, slow_s=self.slow_s, relaunch=self.relaunch
+        )
 
     def relaunch(self, config: int) -> None:
         self.launched.append(config)
@@ -369,6 +373,23 @@ class TestStale:
 
             monkeypatch.setattr(results.Results, "bits", bits)
         assert any(trial.run(lambda out, x: x.add_(1)).stale)
+
+    def test_a_config_that_is_held_up_at_first_is_launched_once_and_agrees(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N))
+        launches = []
+
+        def in_place(out: torch.Tensor, x: torch.Tensor) -> None:
+            launches.append(x.clone())
+            x += 1
+
+        found = []
+        for trial.slow_s in (0.0, 60.0):
+            trial.fresh()
+            found.append(trial.run(in_place))
+        held_up, other = found
+        assert (held_up.stale, held_up.written, any(other.stale)) == ((), (), True)
+        assert len(launches) == 1 + 2, "x is overwritten for the second launch of the other"
+        assert judge(dict(enumerate(found)), {0: (1,), 1: (1,)}).candidates == {0, 1}
 
 
 class TestReference:

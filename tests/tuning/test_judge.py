@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -186,6 +188,25 @@ class TestStale:
         found = judged([0] * 3, stale=(0,))
         assert (found.candidates, found.rejected) == ({1, 2}, {})
         assert found.disputed
+
+    @pytest.mark.parametrize(("count", "slow"), [(2, (1,)), (4, (0, 1)), (4, (1, 2, 3))])
+    def test_a_config_that_was_launched_once_shows_nothing(
+        self, count: int, slow: tuple[int, ...]
+    ) -> None:
+        """Regression: of an in-place kernel's configs, which are all stale, one that something had
+        held up for two seconds counted as one that is not: the others were disputed, or, where
+        three were held up, rejected.
+        """
+        made = reports([0] * count, stale=(0, 1, 2, 3))
+        made |= {config: replace(made[config], stale=()) for config in slow}
+        assert judge(made, dict.fromkeys(made, (1,))).candidates == {*range(count)}
+
+    def test_beside_one_that_was_launched_once_the_others_are_judged(self) -> None:
+        made = reports([0] * 5, stale=(4,))
+        made[0] = replace(made[0], stale=())
+        found = judge(made, dict.fromkeys(made, (1,)))
+        assert verdicts(found) == {4: Verdict.ORDER_DEPENDENT}
+        assert found.candidates == {*range(4)}
 
     def test_a_config_that_is_rejected_has_no_vote(self) -> None:
         """Five of nine agreed, one of them was rejected, and the four left rejected four others."""

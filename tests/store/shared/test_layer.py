@@ -50,8 +50,9 @@ def ends(within_s: int) -> Iterator[None]:
 class Waits(IOThread):
     """The thread of a layer, which notes how long callers would have waited for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_s: float = BUDGET_S) -> None:
         super().__init__("safetune-shared")
+        self._budget_s = budget_s
         self.timeouts_s: list[float] = []
         self._asked_at: list[float] = []
         self._in_vain: list[bool] = []
@@ -69,20 +70,23 @@ class Waits(IOThread):
     def check(self) -> None:
         """Fail unless all waits together are one budget: each has what the earlier ones left."""
         assert not any(self._in_vain[:-1]), "asked again though it did not answer in time"
-        assert self.timeouts_s[0] <= BUDGET_S
+        assert self.timeouts_s[0] <= self._budget_s
         asked = zip(self._asked_at, self.timeouts_s, strict=True)
         for (then, earlier_s), (now, later_s) in itertools.pairwise(asked):
-            came_back_s = (now - then) * BUDGET_S / RETRY_S
+            came_back_s = (now - then) * self._budget_s / RETRY_S
             assert later_s <= earlier_s + came_back_s + 1e-3, self.timeouts_s
 
 
-MakeLayer = Callable[[str], SharedLayer]
+MakeLayer = Callable[..., SharedLayer]
 
 
 @pytest.fixture
 def layer_of(local: GuardedStore, clock: Clock) -> MakeLayer:
-    def make(url: str) -> SharedLayer:
-        return SharedLayer(open_shared(url), local.connection, clock, thread=Waits())
+    def make(url: str, budget_s: float = AMPLE_S) -> SharedLayer:
+        thread = Waits(budget_s)
+        return SharedLayer(
+            open_shared(url), local.connection, clock, budget_s=budget_s, thread=thread
+        )
 
     return make
 
@@ -148,7 +152,7 @@ class TestBroken:
         self, layer_of: MakeLayer, listener: socket.socket
     ) -> None:
         """The connection is made, and the server never answers: libpq would wait for ever."""
-        layer = layer_of(url_of(listener) + "&connect_timeout=600")
+        layer = layer_of(url_of(listener) + "&connect_timeout=600", BUDGET_S)
         (told,) = everything(layer)
         assert isinstance(layer._thread, Waits)
         assert layer._thread.timeouts_s == [BUDGET_S], "the first question is given all of it"
@@ -156,7 +160,8 @@ class TestBroken:
 
     def test_an_address_without_a_route_costs_one_warning(self, layer_of: MakeLayer) -> None:
         """An address for documentation: packets to it get lost, or are refused."""
-        told = everything(layer_of("postgresql://192.0.2.1/db?connect_timeout=600"))
+        url = "postgresql://192.0.2.1/db?connect_timeout=600"
+        told = everything(layer_of(url, BUDGET_S))
         assert len(told) == 1
 
     @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 64, b"E\xff"])
@@ -254,7 +259,7 @@ def test_a_store_that_comes_back_is_used_again(
     """And what was chosen meanwhile is published."""
     url = database.replace(str(server.port), str(proxy.port))
     proxy.stop_forwarding()
-    layer = layer_of(url)
+    layer = layer_of(url, BUDGET_S)
     assert len(everything(layer)) == 1
     assert open_shared(database).names(SPACE) == set()
 
