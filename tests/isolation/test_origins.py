@@ -123,7 +123,7 @@ class TestMain:
         result = subprocess.run(
             command,
             input=SCRIPT if way == "-" else None,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "SAFETUNE_LOG": "quiet"},
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -275,7 +275,7 @@ def test_the_parent_ends_by_itself(start: Any, fifo: Any, tmp_path: Path, proces
         "parent = os.getpid()\n"
         "run(tuner(tell, None), 100)\n"
     )
-    parent = start(script, fifo.path)
+    parent = start(script, fifo.path, env={"SAFETUNE_LOG": "quiet"})
     child, server = map(int, fifo.line().split())
     stdout, stderr = parent.communicate(timeout=60)
     assert (parent.returncode, stdout, stderr) == (0, "", "")

@@ -54,7 +54,7 @@ def test_a_first_miss_and_a_stored_choice_enter_few_files(
     """
     script = tmp_path / "launch.py"
     script.write_text(SCRIPT)
-    entered = [fresh_process(script) for _ in range(2)]
+    entered = [fresh_process(script, env={"SAFETUNE_LOG": "quiet"}) for _ in range(2)]
     assert [done.stderr for done in entered] == ["", ""]
     miss, stored = (done.stdout.split() for done in entered)
     assert len(miss) <= 45, "\n".join(miss)
