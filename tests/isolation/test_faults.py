@@ -28,7 +28,7 @@ from safetune.isolation import child_handle
 from tests.conftest import stop_servers
 
 N = 200
-RUN_TIMEOUT_S = 2.0
+RUN_TIMEOUT_S = 5.0
 GOOD, BAD, ALSO_GOOD = 64, 128, 256
 
 
@@ -227,9 +227,9 @@ FAULTS = {
         "OutOfResources",
         "registers, Required: 65600",
     ),
-    "hang": Fault(hang, "timeout", message="2 s", stderr="going round"),
-    "hang with the GIL": Fault(hang_with_the_gil, "timeout", message="2 s"),
-    "stop": Fault(stop_itself, "timeout", message="2 s"),
+    "hang": Fault(hang, "timeout", message="5 s", stderr="going round"),
+    "hang with the GIL": Fault(hang_with_the_gil, "timeout", message="5 s"),
+    "stop": Fault(stop_itself, "timeout", message="5 s"),
     "garbage": Fault(write_garbage, "protocol_error", message="bytes was announced"),
     "text in the pipe": Fault(write_text, "protocol_error"),
     "no object": Fault(answer_no_object, "protocol_error", message="not a JSON object"),
