@@ -32,7 +32,7 @@ from safetune.kernels.configs import (
     tile_rows,
 )
 from safetune.kernels.finalize import layer_norm_finalize_kernel as layer_norm_finalize_kernel
-from safetune.kernels.tiles import load_as, load_once, owned_tiles, sum_columns, tile_start
+from safetune.kernels.tiles import load_as, load_for_all, owned_tiles, sum_columns, tile_start
 
 
 @triton.jit
@@ -260,12 +260,12 @@ def layer_norm_backward_kernel(
         weight_pointer += group * COLUMNS
         weight_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
         if not LOAD_AGAIN:
-            weight = load_once(weight_pointer, row, column, column_mask, compute_type)
+            weight = load_for_all(weight_pointer, row, column, column_mask, compute_type)
     if HAS_BIAS:
         bias_pointer += group * COLUMNS
         bias_sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), compute_type)
         if RECOMPUTE_OUTPUT and not LOAD_AGAIN:
-            bias = load_once(bias_pointer, row, column, column_mask, compute_type)
+            bias = load_for_all(bias_pointer, row, column, column_mask, compute_type)
     for turn in tl.range(0, turns, num_stages=PIPELINE_STAGES):
         tile = tile_start(turn, index, programs_per_group, first_row, TILE_ROWS, IN_TURNS)
         row_mask = tile + row < end_row

@@ -15,15 +15,15 @@ def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EV
 
 
 @triton.jit
-def load_once(pointer, row, column, column_mask, dtype: tl.constexpr):
-    """Load one row for all rows of a tile, into the threads that hold those: [1, columns].
+def load_for_all(pointer, row, column, column_mask, dtype: tl.constexpr):
+    """Load one row for all rows of a tile, each thread for the rows that it holds.
 
     A load of [1, columns] has a layout of its own, all warps side by side in that row. Triton
-    gives half of the tile's arithmetic that layout, with each row's sums across all warps.
+    gives half of the tile's arithmetic that layout, with each row's sums across all warps. To load
+    it once and send it to the others would have each program wait before its first tile.
     """
     row = row[:, None]
-    tile = load_as(pointer + (column + 0 * row), column_mask & (row == 0), dtype)
-    return tl.sum(tile, axis=0, keep_dims=True)
+    return load_as(pointer + (column + 0 * row), column_mask & (row >= 0), dtype)
 
 
 @triton.jit
