@@ -1390,6 +1390,20 @@ def test_a_benchmark_without_a_result_has_no_line(tmp_path: Path) -> None:
     assert "matmul" not in pages.more(results)
 
 
+def test_what_takes_longer_with_safetune_says_so(tmp_path: Path) -> None:
+    pages = importlib.import_module("pages")
+    folder, results = tmp_path / "A_GPU", pages.Results("A_GPU", tmp_path)
+    write_figures(folder, "startup", startup_60_s_triton=65.0, startup_60_s_safetune=65.5)
+    times = {"s_warm_4_described_triton": 1.0, "s_warm_4_described_safetune": 1.0}
+    write_figures(folder, "first_tuning", **times)
+    shares = {"share_within_2pct_triton": 0.9, "share_within_2pct": 1.0}
+    write_figures(folder, "choice_quality", **shares)
+    slower, *others = pages.more(results).splitlines()[2:]
+    assert slower == "| slower: 60 small tunings in a row, empty caches | 65.0 s | 65.5 s |"
+    assert len(others) == 2
+    assert not any("slower" in line for line in others)
+
+
 @pytest.mark.parametrize("name", ["norms", "launches", "tuning_configs", "tuning_arguments"])
 def test_a_figure_is_drawn_from_the_committed_rows(name: str) -> None:
     drawn = importlib.import_module("figures")
@@ -1432,6 +1446,16 @@ def test_the_page_names_each_bar_that_is_missed_or_has_no_figure(tmp_path: Path)
     assert "| norms_host | host_us_forward_ours_ln | 50.5 | <= 50 | 19.5 |" in shown
     assert "| norms_host | host_us_backward_ours_ln | not measured | <= 160 |  |" in shown
     assert not any("host_us_forward_ours_rms" in line for line in shown)
+
+
+def test_a_page_says_that_no_bar_is_missed(tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    pages = importlib.import_module("pages")
+    for bar in importlib.import_module("bars").load():
+        folder = tmp_path / (bar.device or "A_GPU")
+        known = importlib.import_module("recording").stored_figures(folder, bar.bench)
+        write_figures(folder, bar.bench, **{**known, bar.figure: bar.bar})
+    assert pages.missed(pages.Results("A_GPU", tmp_path)) == "None."
 
 
 def test_every_table_of_figures_is_on_a_page() -> None:

@@ -132,11 +132,13 @@ def compile_config(
     if is_amd:
         return found
     registers, local_bytes = resources(compiled.asm["cubin"])
+    before_copies, copy, _ = compiled.asm["ptx"].partition("cp.async")
     return {
         **found,
         "registers": registers,
         "local_bytes": local_bytes,
         "asynchronous_copies": compiled.asm["ptx"].count("cp.async.cg"),
+        "waits_before_copies": before_copies.count("bar.sync") if copy else 0,
         "vector_stores": len(
             re.findall(
                 r"st\.global(\.cs|\.L1::evict_first)?(\.L2::cache_hint)?\.v4", compiled.asm["ptx"]
