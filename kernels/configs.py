@@ -26,9 +26,9 @@ LONG_SLICE = 8192
 #: little shorter each program would have less to do in a turn.
 HALVED_ROW = 8192
 
-#: The most elements of a matrix that the programs of a multiprocessor take in turns of three or
-#: more stages, 8 KiB in bf16, or else one row. On an H100 a config with more looks fastest when a
-#: launch is timed alone, but is 2 to 4 % slower in repeated backward passes.
+#: The most elements of a matrix that the programs of a multiprocessor take in turns, 8 KiB in bf16,
+#: or else one row. On an H100 a config with more looks fastest when a launch is timed alone, but is
+#: up to 4 % slower in repeated backward passes.
 MOST_IN_A_TURN = 4096
 
 #: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
@@ -279,5 +279,4 @@ def prune_backward_configs(
 
 def _takes_too_much(config: Config, per_sm: float, columns: int) -> bool:
     options, most = config.kwargs, max(MOST_IN_A_TURN, triton.next_power_of_2(columns))
-    is_pipelined = options["IN_TURNS"] and options["PIPELINE_STAGES"] > 2
-    return is_pipelined and options["TILE_ELEMENTS"] * per_sm > most
+    return options["IN_TURNS"] and options["TILE_ELEMENTS"] * per_sm > most

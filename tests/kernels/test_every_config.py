@@ -347,7 +347,7 @@ def test_pruning_leaves_whole_rows_or_long_slices(columns: int, has_bias: bool) 
 def test_whole_rows_in_turns_take_8_kib_at_most(
     columns: int, has_bias: bool, elements: set[int]
 ) -> None:
-    """Of all programs of a multiprocessor; without stages they may take more."""
+    """Of all programs of a multiprocessor."""
     keys = {
         "COLUMNS": columns,
         "IN_PLACE": False,
@@ -356,11 +356,9 @@ def test_whole_rows_in_turns_take_8_kib_at_most(
         "HAS_RESIDUAL_GRADIENT": False,
     }
     left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
-    in_turns = [config.kwargs for config in left if config.kwargs["IN_TURNS"]]
-    staged = {c["TILE_ELEMENTS"] for c in in_turns if c["PIPELINE_STAGES"] > 2}
-    assert staged == elements
-    assert max(staged) * programs_per_sm(columns, 1 + has_bias) <= MOST_IN_A_TURN
-    assert any(c["PIPELINE_STAGES"] == 1 for c in in_turns)
+    in_turns = {c.kwargs["TILE_ELEMENTS"] for c in left if c.kwargs["IN_TURNS"]}
+    assert in_turns == elements
+    assert max(in_turns) * programs_per_sm(columns, 1 + has_bias) <= MOST_IN_A_TURN
 
 
 @pytest.mark.parametrize(
