@@ -19,9 +19,11 @@ from safetune.kernels.configs import (
     FORWARD_CONFIGS,
     HALVED_ROW,
     LONG_SLICE,
-    MOST_IN_A_TURN,
+    MOST_IN_A_TURN_ON,
     TALL_TILE,
     WIDEST_TILE,
+    backward_configs_on,
+    most_in_a_turn,
     programs_per_sm,
     prune_backward_configs,
     prune_configs,
@@ -336,29 +338,51 @@ def test_pruning_leaves_whole_rows_or_long_slices(columns: int, has_bias: bool) 
 
 
 @pytest.mark.parametrize(
-    ("columns", "has_bias", "elements"),
+    ("device_name", "columns", "has_bias", "elements"),
     [
-        (256, True, {1024, 2048}),
-        (512, True, {1024}),
-        (2048, False, {2048}),
-        (2048, True, {2048, 4096}),
+        ("", 256, True, {1024, 2048}),
+        ("NVIDIA H100 80GB HBM3", 256, True, {1024, 2048}),
+        ("NVIDIA H100 80GB HBM3", 512, True, {1024}),
+        ("NVIDIA H100 80GB HBM3", 2048, False, {2048}),
+        ("NVIDIA H100 80GB HBM3", 2048, True, {2048, 4096}),
+        ("NVIDIA H200", 256, True, {1024, 2048, 4096}),
+        ("NVIDIA H200 NVL", 512, True, {1024, 2048}),
+        ("NVIDIA H200", 2048, False, {2048, 4096}),
     ],
 )
 def test_whole_rows_in_turns_take_8_kib_at_most(
-    columns: int, has_bias: bool, elements: set[int]
+    device_name: str, columns: int, has_bias: bool, elements: set[int]
 ) -> None:
-    """Of all programs of a multiprocessor."""
-    keys = {
-        "COLUMNS": columns,
-        "IN_PLACE": False,
-        "HAS_WEIGHT": True,
-        "HAS_BIAS": has_bias,
-        "HAS_RESIDUAL_GRADIENT": False,
-    }
-    left = prune_backward_configs(BACKWARD_CONFIGS, {}, **keys)
+    """Of all programs of a multiprocessor; 16 KiB on an H200."""
+    left = backward_configs_on(device_name, BACKWARD_CONFIGS, **keys_of(columns, has_bias))
     in_turns = {c.kwargs["TILE_ELEMENTS"] for c in left if c.kwargs["IN_TURNS"]}
     assert in_turns == elements
-    assert max(in_turns) * programs_per_sm(columns, 1 + has_bias) <= MOST_IN_A_TURN
+    most = max(in_turns) * programs_per_sm(columns, 1 + has_bias)
+    assert most <= most_in_a_turn(device_name)
+
+
+def keys_of(columns: int, has_bias: bool) -> dict[str, Any]:
+    keys = {"COLUMNS": columns, "HAS_WEIGHT": True, "HAS_BIAS": has_bias}
+    return {**keys, "IN_PLACE": False, "HAS_RESIDUAL_GRADIENT": False}
+
+
+@pytest.mark.parametrize("columns", [64, *COLUMNS])
+def test_the_first_config_is_the_same_on_every_card(columns: int) -> None:
+    """It runs where a call is pinned, whose bits do not depend on the card."""
+    first = {
+        str(backward_configs_on(name, BACKWARD_CONFIGS, **keys_of(columns, has_bias=True))[0])
+        for name in ("", "NVIDIA H100 80GB HBM3", *MOST_IN_A_TURN_ON)
+    }
+    assert len(first) == 1
+
+
+def test_configs_are_those_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = keys_of(256, has_bias=True)
+    unknown, other = (backward_configs_on(n, BACKWARD_CONFIGS, **keys) for n in ("", "NVIDIA H200"))
+    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == unknown != other
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == other
 
 
 @pytest.mark.parametrize(

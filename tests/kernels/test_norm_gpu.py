@@ -19,6 +19,11 @@ from safetune.kernels import (
     layer_norm,
     rms_norm,
 )
+from safetune.kernels.configs import (
+    BACKWARD_CONFIGS,
+    backward_configs_on,
+    prune_backward_configs,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -411,3 +416,14 @@ def test_other_layouts_and_autocast(reference: Any, close: Any, random: Any) -> 
             y = layer_norm(x, weight, None)
             assert y.dtype == torch.bfloat16
             close(y, reference(x.double(), weight.double(), None))
+
+
+def test_pruning_leaves_the_configs_for_the_card_that_is_here() -> None:
+    keys = {"COLUMNS": 256, "HAS_WEIGHT": True, "HAS_BIAS": True}
+    keys |= {"IN_PLACE": False, "HAS_RESIDUAL_GRADIENT": False}
+    torch.cuda.init()
+    here = torch.cuda.get_device_name()
+    expected = backward_configs_on(here, BACKWARD_CONFIGS, **keys)
+    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == expected
+    in_turns = {c.kwargs["TILE_ELEMENTS"] for c in expected if c.kwargs["IN_TURNS"]}
+    assert (4096 in in_turns) == here.startswith("NVIDIA H200")

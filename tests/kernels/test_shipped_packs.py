@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import triton
 
 from safetune.config import config_digest, config_record, declared_digest
 from safetune.kernels import launches
+from safetune.kernels.configs import backward_configs_on, prune_backward_configs
 from safetune.offline.tasks import OfflineKernel, find_kernels
 from safetune.store.packs import packs
 from safetune.store.packs.packs import name_of, read_pack, shipped
@@ -58,11 +60,18 @@ def _problems_of(entry: Any, kernel: OfflineKernel | None) -> list[str]:
         return [f"the configs of {kernel.name} have changed since: tune and export it again"]
     if entry.choice.config_digest not in map(config_digest, kernel.tuner.configs):
         return [f"{kernel.name} has no such config"]
-    prune, values = kernel.tuner.pruning[0], dict(entry.key.call["values"])
-    left = prune(kernel.tuner.configs, {}, **values) if prune else kernel.tuner.configs
-    if entry.choice.config_digest not in map(config_digest, left):
+    if entry.choice.config_digest not in map(config_digest, _left_on_its_device(entry, kernel)):
         return [f"{kernel.name} does not try that config for such a key: tune and export it again"]
     return []
+
+
+def _left_on_its_device(entry: Any, kernel: OfflineKernel) -> list[triton.Config]:
+    """The configs that pruning leaves for the key of an entry, on the card of that entry."""
+    configs, values = kernel.tuner.configs, dict(entry.key.call["values"])
+    prune = kernel.tuner.pruning[0]
+    if prune is prune_backward_configs:
+        return backward_configs_on(entry.key.device["name"], configs, **values)
+    return prune(configs, {}, **values) if prune else configs
 
 
 def test_every_pack_is_of_a_kernel_as_it_is() -> None:
