@@ -232,6 +232,11 @@ def first_tunings_h200(results: Results) -> str:
     return first_tunings(_of_h200(results))
 
 
+def first_tunings_newest(results: Results) -> str:
+    """Return the same with the newest Triton, on the same kind of card."""
+    return first_tunings(Results("triton_3.9.0", results.folder))
+
+
 def arguments(results: Results) -> str:
     """Return the tuning of a further key by the size of its arguments."""
     kernels = {"add": "vector add", "softmax": "row softmax", "in_place": "in place"}
@@ -611,7 +616,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
             headlines,
             more,
             matmul,
-            *(first_tunings, first_tunings_h200),
+            *(first_tunings, first_tunings_newest, first_tunings_h200),
             arguments,
             sweep,
             *(searches, sweep_searches, other_searches, fused_moe),
