@@ -106,8 +106,8 @@ def test_orders_of_rows_do_not_disagree(
     in_turns = [config for config in kernel.configs if config.kwargs["IN_TURNS"]]
     monkeypatch.setattr(kernel, "configs", [kernel.configs[0], in_turns[0]])
     kernel.cache.clear()  # another test may have had this key, untuned
-    x = torch.randn(60, 512, device=device, requires_grad=True)
-    weight, bias = (torch.randn(512, device=device, requires_grad=True) for _ in range(2))
+    x = torch.randn(60, 256, device=device, requires_grad=True)
+    weight, bias = (torch.randn(256, device=device, requires_grad=True) for _ in range(2))
     y = layer_norm(x, weight, bias)
     monkeypatch.setenv("SAFETUNE_MODE", "tune")
 
