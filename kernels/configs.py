@@ -36,6 +36,9 @@ MOST_IN_A_TURN = 4096
 #: and 1.4 times its bandwidth: there the configs that take 16 KiB are up to 9 % faster.
 MOST_IN_A_TURN_ON = {"NVIDIA H200": 8192}
 
+#: A card on which pruning leaves each config that it leaves on any.
+MOST_CONFIGS_ON = max(MOST_IN_A_TURN_ON, key=MOST_IN_A_TURN_ON.__getitem__)
+
 #: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
 WIDEST_TILE = 16384
 

@@ -21,6 +21,7 @@ import torch
 
 from safetune import Workload
 from safetune.kernels.launches import (
+    BackwardOutputs,
     Launch,
     backward_launch,
     backward_plan,
@@ -116,24 +117,28 @@ def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Work
 @layer_norm_backward_kernel.workload
 def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
-        x = problem.matrix()
-        weight, bias = problem.parameters()
-        made = backward_launch(
-            backward_plan(x, weight, bias, problem.groups),
-            problem.matrix(),
-            x,
-            weight,
-            bias,
-            # The statistics of standard normal rows.
-            mean=None if problem.is_rms_norm else x.new_zeros(len(x), dtype=torch.float32),
-            rstd=x.new_ones(len(x), dtype=torch.float32),
-            dres=problem.matrix() if problem.with_residual else None,
-            has_residual=problem.with_residual,
-            is_rms_norm=problem.is_rms_norm,
-            x_dtype=None,
-            recompute_output=False,
-        )
-        yield _workload(problem, *made)
+        yield _workload(problem, *backward_of(problem))
+
+
+def backward_of(problem: Problem, pinned: bool = False) -> tuple[BackwardOutputs, Launch]:
+    """Return the outputs and the launch of the backward kernel for a problem, on new operands."""
+    x = problem.matrix()
+    weight, bias = problem.parameters()
+    return backward_launch(
+        backward_plan(x, weight, bias, problem.groups, pinned),
+        problem.matrix(),
+        x,
+        weight,
+        bias,
+        # The statistics of standard normal rows.
+        mean=None if problem.is_rms_norm else x.new_zeros(len(x), dtype=torch.float32),
+        rstd=x.new_ones(len(x), dtype=torch.float32),
+        dres=problem.matrix() if problem.with_residual else None,
+        has_residual=problem.with_residual,
+        is_rms_norm=problem.is_rms_norm,
+        x_dtype=None,
+        recompute_output=False,
+    )
 
 
 @layer_norm_finalize_kernel.workload

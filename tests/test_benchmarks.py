@@ -900,6 +900,7 @@ def test_the_startup_kernels_are_right(device: str) -> None:
 
 
 TRIALS = {
+    "norm_choices": "--replays 1",
     "choice_quality": "--parts 1 --configs 3 --repetitions 1 --truth-ms 5",
     "startup": "--alternations 1 --tunings 2",
     "store": "--launches 1 --repetitions 2 --rounds 1 --most 200 --most-processes 8",
@@ -922,7 +923,7 @@ def test_a_trial_run(name: str, fresh_process: FreshProcess, tmp_path: Path) -> 
     stored = json.loads(path.read_text())
     figures = importlib.import_module(name).figures(stored["rows"])
     assert stored["figures"] == pytest.approx(figures)
-    if name not in ("store", "sweep"):  # which have no other tuner beside them
+    if name not in ("norm_choices", "store", "sweep"):  # which have no other tuner beside them
         assert {"safetune", "triton"} <= {row["tuner"] for row in stored["rows"] if "tuner" in row}
     if name != "choice_quality":  # the next part would begin
         again = fresh_process(*command)
@@ -1059,6 +1060,21 @@ def test_figures_of_the_norms() -> None:
     )
     assert "forward_share_D256_ln" in found
     assert "forward_share_450x256_ln" not in found
+
+
+def test_figures_of_the_norms_choices() -> None:
+    def timed(part: str, microseconds: float, chosen: bool = False) -> dict[str, Any]:
+        return {"part": part, "config": "", "chosen": chosen, "microseconds": microseconds}
+
+    rows = [timed("a", 10.0), timed("a", 11.0, chosen=True), timed("b", 5.0, chosen=True)]
+    rows += [{"part": "b", "config": "", "chosen": False, "error": "no"}, timed("c", 5.0)]
+    assert importlib.import_module("norm_choices").figures(rows) == pytest.approx(
+        {"regret_a": 0.1, "regret_b": 0.0, "regret_worst": 0.1, "choices": 2.0}
+    )
+    assert importlib.import_module("norm_choices").figures([]) == {
+        "regret_worst": 0.0,
+        "choices": 0.0,
+    }
 
 
 def test_figures_of_the_norms_host_time() -> None:

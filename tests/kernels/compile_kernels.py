@@ -24,7 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from safetune.kernels.configs import backward_configs_on, prune_configs, prune_few_configs
+from safetune.kernels.configs import (
+    MOST_CONFIGS_ON,
+    backward_configs_on,
+    prune_configs,
+    prune_few_configs,
+)
 from safetune.kernels.few_rows import few_rows_backward_kernel, few_rows_forward_kernel
 from safetune.kernels.layer_norm import (
     layer_norm_backward_kernel,
@@ -195,7 +200,7 @@ def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
         return prune_configs(configs, {}, COLUMNS=columns)
     if name == "backward":
         return backward_configs_on(
-            "NVIDIA H200",  # which leaves the most of them
+            MOST_CONFIGS_ON,
             configs,
             COLUMNS=columns,
             IN_PLACE=False,

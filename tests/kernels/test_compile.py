@@ -20,6 +20,10 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 #: bytes: FLA's kernels, or 16384 columns here.
 FEW_BYTES = 64
 
+#: What the kernel for long rows keeps in memory at 16385 columns, with Triton 3.9: where no address
+#: is good for a vector, each element has one of its own.
+UNALIGNED_BYTES = 136
+
 
 def compiled(fresh_process: FreshProcess, *arguments: object) -> list[dict[str, Any]]:
     done = fresh_process(
@@ -115,12 +119,9 @@ def test_the_kernels_for_few_rows_compile(
 @pytest.mark.internals
 @pytest.mark.parametrize("columns", [pytest.param(16385, marks=pytest.mark.full), 32768])
 def test_the_kernel_for_long_rows_compiles(fresh_process: FreshProcess, columns: int) -> None:
-    """For bf16, it keeps what it has read in registers, or most of it where rows are not aligned.
-
-    An odd number of columns has no addresses for vectors, so each element has one of its own.
-    """
+    """For bf16, it keeps what it has read in registers, and most of it where rows are unaligned."""
     results = compiled(fresh_process, 90, columns, "--kernel", "long_backward")
-    most = 2.5 * FEW_BYTES if columns % 2 else FEW_BYTES
+    most = FEW_BYTES if columns % 8 == 0 else UNALIGNED_BYTES
     assert [result["local_bytes"] <= most for result in results] == [True, True]
 
 
