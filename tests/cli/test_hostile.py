@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from safetune.errors import PackError
@@ -87,6 +87,7 @@ def check_text(text: str) -> None:
 
 @few
 @given(changes=st.lists(st.tuples(st.sampled_from(FIELDS), ANY), min_size=1, max_size=3))
+@example(changes=[((*CHOICE, "values"), [{"": 1}]), ((*CHOICE, "values", 0, 0), 2)])
 def test_any_record_is_shown_or_absent(
     safetune: Any, store: Store, tmp_path: Path, changes: Any
 ) -> None:
@@ -98,6 +99,8 @@ def test_any_record_is_shown_or_absent(
         try:
             for name in path[:-1]:
                 part = part[name]
+            if isinstance(part, dict) and not isinstance(path[-1], str):
+                continue  # names in JSON are text
             part[path[-1]] = value
         except (IndexError, KeyError, TypeError):
             continue  # an earlier change took the place away
