@@ -62,7 +62,7 @@ store-faults: env  ## Cause every fault of the store many times, and count lost 
 # FUZZ_SEED=n FUZZ_LAUNCHES=m repeats a run; a failure prints the FUZZ_CASE that shows it.
 .PHONY: fuzz
 fuzz: env  ## Compare 100,000 random launches, hooks and changes with stock Triton's
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m tests.fuzz $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) \
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m tests.fuzz --jobs 2 $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) \
 	    $(if $(FUZZ_LAUNCHES),--launches $(FUZZ_LAUNCHES)) $(if $(FUZZ_MODE),--mode $(FUZZ_MODE)) \
 	    $(if $(FUZZ_CASE),--case '$(FUZZ_CASE)') $(FUZZ_ARGS)
 
@@ -88,17 +88,28 @@ test-internals: $(OLDEST_VENV)/.made  ## Run the tests that depend on Triton's i
 
 # mypy cannot see through an editable install's package-dir, so it gets the packages as installed.
 .PHONY: lint
-lint: env  ## Check style, formatting and types
+lint: env  ## Check style, formatting, types, layers and the length of functions; count lines
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python tests/lint_structure.py
+	$(VENV)/bin/python -m pytest -q tests/test_layering.py
 	rm -rf build/types && mkdir -p build/types
 	cp -R safetune build/types/ && cp -R kernels cache build/types/safetune/
 	cd build/types && $(abspath $(VENV))/bin/mypy --config-file ../../pyproject.toml
 
 .PHONY: docs
-docs: env  ## Build the pages under docs/ as a site, in build/site; needs no network
+docs: env  ## Build the pages under docs/ as a site, in build/site, and count their words
 	$(VENV)/bin/python -m sphinx -q -W -b html docs build/site
+	@wc -w README.md CHANGELOG.md CONTRIBUTING.md docs/*.md docs/contracts/*.md | sort -n
 	@echo "open build/site/index.html"
+
+.PHONY: release
+release: env  ## Set VERSION, date the changelog, build wheel and sdist, commit and tag
+	$(VENV)/bin/python .ci/release.py $(VERSION)
+
+.PHONY: session
+session: env  ## Draw the terminal session that README shows, from a real run
+	TRITON_INTERPRET=1 $(VENV)/bin/python benchmarks/session.py
 
 .PHONY: bench
 bench: env  ## Run the benchmarks that need a GPU; a second run continues where the last ended

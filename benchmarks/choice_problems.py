@@ -72,19 +72,21 @@ class Problem:
         return self.work(self.tiny if device == "cpu" else self.shape, device)
 
 
-def _normal(*shape: int, device: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def normal(*shape: int, device: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Return random values."""
     return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype)
 
 
-def _unwritten(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def unwritten(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return an output full of NaN: an element that is not written shows."""
     return torch.full(shape or like.shape, math.nan, dtype=like.dtype, device=like.device)
 
 
-def _matmul(shape: Sequence[int], device: str) -> Work:
+def matmul_work(shape: Sequence[int], device: str) -> Work:
+    """Return the operands of a product."""
     m, n, k = shape
-    a, b = _normal(m, k, device=device), _normal(k, n, device=device)
-    c = _unwritten(a, m, n)
+    a, b = normal(m, k, device=device), normal(k, n, device=device)
+    c = unwritten(a, m, n)
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (triton.cdiv(m, meta["BM"]) * triton.cdiv(n, meta["BN"]),)
@@ -93,34 +95,35 @@ def _matmul(shape: Sequence[int], device: str) -> Work:
     return Work(grid, args, {"EVEN_K": k % 256 == 0}, c, (a @ b).float())
 
 
-def _softmax(shape: Sequence[int], device: str) -> Work:
+def softmax_work(shape: Sequence[int], device: str) -> Work:
+    """Return the operands of a softmax."""
     rows, columns = shape
-    x = _normal(rows, columns, device=device)
-    y = _unwritten(x)
+    x = normal(rows, columns, device=device)
+    y = unwritten(x)
     return Work(lambda meta: (rows,), (x, y, columns), {}, y, torch.softmax(x.float(), dim=1))
 
 
 def _layer_norm_backward(shape: Sequence[int], device: str) -> Work:
     rows, columns = shape
-    dy, x = (_normal(rows, columns, device=device) for _ in range(2))
-    weight = _normal(columns, device=device)
-    dx = _unwritten(x)
+    dy, x = (normal(rows, columns, device=device) for _ in range(2))
+    weight = normal(columns, device=device)
+    dx = unwritten(x)
     xs = x.float()
     mean = xs.mean(dim=1)
     rstd = torch.rsqrt(xs.var(dim=1, unbiased=False) + 1e-5)
     partials = [torch.zeros(max(PROGRAMS), columns, device=device) for _ in range(2)]
-    normal = (xs - mean[:, None]) * rstd[:, None]
+    scaled = (xs - mean[:, None]) * rstd[:, None]
     slope = dy.float() * weight.float()
-    along = (slope * normal).mean(dim=1, keepdim=True)
-    expected = (slope - normal * along - slope.mean(dim=1, keepdim=True)) * rstd[:, None]
+    along = (slope * scaled).mean(dim=1, keepdim=True)
+    expected = (slope - scaled * along - slope.mean(dim=1, keepdim=True)) * rstd[:, None]
     args = (dy, x, weight, mean, rstd, dx, *partials, rows)
     return Work(lambda meta: (meta["PROGRAMS"],), args, {"COLUMNS": columns}, dx, expected)
 
 
 def _attention(shape: Sequence[int], device: str) -> Work:
     batch, heads, length, head = shape
-    q, k, v = (_normal(batch * heads, length, head, device=device) for _ in range(3))
-    o = _unwritten(q)
+    q, k, v = (normal(batch * heads, length, head, device=device) for _ in range(3))
+    o = unwritten(q)
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (length // meta["BM"], batch * heads)
@@ -173,7 +176,7 @@ def _product(
     name: str, configs: Iterable[triton.Config], shape: tuple[int, ...], tiny: tuple[int, ...]
 ) -> Problem:
     key = ("M", "N", "K")
-    return Problem(name, kernels.matmul_kernel, key, tuple(configs), shape, tiny, _matmul)
+    return Problem(name, kernels.matmul_kernel, key, tuple(configs), shape, tiny, matmul_work)
 
 
 PROBLEMS = (
@@ -188,7 +191,7 @@ PROBLEMS = (
         SOFTMAX,
         (8192, 4096),
         (4, 256),
-        _softmax,
+        softmax_work,
     ),
     Problem(
         "layer-norm-backward-32768x1024",

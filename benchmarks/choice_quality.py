@@ -1,4 +1,5 @@
-"""How good the configs are that safetune and triton.autotune choose, on seven problems.
+"""How good the configs are that safetune and triton.autotune choose, on seven problems and twelve
+short ones.
 
 For each problem, in one process on one GPU:
 
@@ -15,6 +16,10 @@ For each problem, in one process on one GPU:
 A choice's regret is its true time over that of the best config, less one. Every choice counts as
 much as any other. A problem judges nothing if good configs are easy to find: a space needs 24
 configs, and a median of at least 1.3 times the best; `narrow_spaces` counts those that are not so.
+
+*Short problems* (`short_problems.py`) have another truth, in place of the first: a launch in a CUDA
+graph, as in a model (`deployed_time.py`). Of each the median regret of five tunings by each tuner
+is a figure. `--short` runs them alone, and `--measure` says how safetune times their finals.
 
 One problem is one part (about a minute on an H100); parts are kept as they end, so that the script
 can be run again and goes on: `--parts 3 --budget 240`.
@@ -34,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import deployed_time
 import device_time
 import recording
 import tuners
@@ -50,6 +56,9 @@ TRUTH_MS, ROUND_MS, HOPELESS_MS = 400.0, 10.0, 40.0
 HOPELESS = 3.0
 ROUND_LAUNCHES = 2000
 ESTIMATE_LAUNCHES = 5
+
+#: Tunings of a short problem by each tuner.
+SHORT_REPETITIONS = 5
 
 LEAST_CONFIGS, LEAST_SPREAD = 24, 1.3
 
@@ -81,6 +90,10 @@ def figures(rows: Sequence[Row]) -> Figures:
     if {"mean_regret", "mean_regret_triton"} <= set(found):
         ours, theirs = found["mean_regret"], found["mean_regret_triton"]
         found["mean_regret_ratio"] = max(ours, REGRET_FLOOR) / max(theirs, REGRET_FLOOR)
+    for row in deployed(rows):
+        for tuner in TUNERS:
+            suffix = "" if tuner == "safetune" else f"_{tuner}"
+            found[f"deployed_regret{suffix}_{row['problem']}"] = row[f"regret_{tuner}"]
     spaces = summary(rows)
     found["problems"] = float(len(spaces))
     found["narrow_spaces"] = float(
@@ -89,17 +102,32 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def judged(rows: Sequence[Row]) -> list[Row]:
-    """Return the choices, each with its `regret`."""
-    times = _truth(rows)
+def judged(rows: Sequence[Row], truth: str = "truth") -> list[Row]:
+    """Return the choices on the problems that have this truth, each with its `regret`."""
+    times = _truth(rows, truth)
     return [
         {
             **row,
             "regret": times[row["part"]][row["config"]] / min(times[row["part"]].values()) - 1.0,
         }
         for row in rows
-        if row["kind"] == "choice"
+        if row["kind"] == "choice" and row["part"] in times
     ]
+
+
+def deployed(rows: Sequence[Row]) -> list[Row]:
+    """Return one line for each short problem: the best time, and the median regrets."""
+    lines, choices = [], judged(rows, "deployed")
+    for part, times in _truth(rows, "deployed").items():
+        best = min(times, key=lambda config: times[config])
+        line = {"problem": part, "configs": len(times), "best_us": 1e3 * times[best], "best": best}
+        for tuner in TUNERS:
+            own = [row for row in choices if row["part"] == part and row["tuner"] == tuner]
+            line[f"regret_{tuner}"] = statistics.median(row["regret"] for row in own)
+            line[f"worst_{tuner}"] = max(row["regret"] for row in own)
+            line[f"seconds_{tuner}"] = statistics.median(row["seconds"] for row in own)
+        lines.append(line)
+    return lines
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -125,11 +153,11 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     return lines
 
 
-def _truth(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+def _truth(rows: Sequence[Row], kind: str = "truth") -> dict[str, dict[str, float]]:
     """Return each problem's times in milliseconds by config, of the configs that run."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row["kind"] == "truth" and "median_ms" in row:
+        if row["kind"] == kind and "median_ms" in row:
             times.setdefault(row["part"], {})[row["config"]] = row["median_ms"]
     return times
 
@@ -149,32 +177,37 @@ def _most_common_share(rows: Sequence[Row], tuner: str) -> float:
     )
 
 
-def run_part(problem: Problem, options: argparse.Namespace, folder: Path) -> list[Row]:
+def run_part(
+    problem: Problem, options: argparse.Namespace, folder: Path, short: bool = False
+) -> list[Row]:
     """Measure one problem: compile, find the truth, and let both tuners choose."""
     work = problem.prepare(recording.torch_device())
     configs = problem.configs[: options.configs]
-    stores = (folder / f"{problem.name}-{number}" for number in range(options.repetitions + 1))
+    most = SHORT_REPETITIONS if short else options.repetitions
+    repetitions = min(options.repetitions, most)
+    stores = (folder / f"{problem.name}-{number}" for number in range(repetitions + 1))
     seconds = {}
+    ours = {"measure": options.measure} if short else {}
 
     print(f"{problem.name}: compile: about {COMPILE_S + len(configs) * CONFIG_S:.0f} s", flush=True)
     start = time.monotonic()
-    _choose("safetune", problem, work, configs, next(stores))
+    _choose("safetune", problem, work, configs, next(stores), **ours)
     seconds["compile"] = time.monotonic() - start
     print(f"{problem.name}: compile: {seconds['compile']:.1f} s", flush=True)
 
     start = time.monotonic()
-    rows = _find_truth(problem.name, configs, work, problem.kernel, options)
+    find = _find_deployed if short else _find_truth
+    rows = find(problem.name, configs, work, problem.kernel, options)
     seconds["truth"] = time.monotonic() - start
     print(f"{problem.name}: truth: {seconds['truth']:.1f} s", flush=True)
 
-    for number, tuner in enumerate(_turns(options.repetitions)):
+    for number, tuner in enumerate(_turns(repetitions)):
         start = time.monotonic()
-        choice = _choose(
-            tuner, problem, work, configs, next(stores) if tuner == "safetune" else None
-        )
+        store = next(stores) if tuner == "safetune" else None
+        choice = _choose(tuner, problem, work, configs, store, **ours)
         took = time.monotonic() - start
         if seconds.setdefault(tuner, 0.0) == 0.0:
-            print(f"{problem.name}: {tuner}: about {took * options.repetitions:.0f} s", flush=True)
+            print(f"{problem.name}: {tuner}: about {took * repetitions:.0f} s", flush=True)
         seconds[tuner] += took
         rows.append({"kind": "choice", "tuner": tuner, "order": number, **choice})
     spent = {f"{name}_s": value for name, value in seconds.items()}
@@ -190,10 +223,15 @@ def _turns(repetitions: int) -> list[str]:
 
 
 def _choose(
-    name: str, problem: Problem, work: Work, configs: Sequence[Any], store: Path | None
+    name: str,
+    problem: Problem,
+    work: Work,
+    configs: Sequence[Any],
+    store: Path | None,
+    **ours: Any,
 ) -> dict[str, Any]:
     """Tune once with a fresh tuner and, for safetune, an empty store; return what it chose."""
-    ours: dict[str, Any] = {}
+    ours = {**ours} if name == "safetune" else {}
     if name == "safetune":
         assert store is not None
         assert not store.exists(), "an independent tuning needs an empty store"
@@ -252,6 +290,28 @@ def _find_truth(
     return list(rows.values())
 
 
+def _find_deployed(
+    name: str, configs: Sequence[Any], work: Work, kernel: Any, options: argparse.Namespace
+) -> list[Row]:
+    """Return one row for each config: its time in a graph, or why it has none."""
+    rows: dict[str, Row] = {
+        str(config): {"kind": "deployed", "config": str(config)} for config in configs
+    }
+    launches: dict[str, Callable[[Work], object]] = {}
+    for config in configs:
+        text, chosen = str(config), config.all_kwargs()
+        try:
+            work.launch(kernel, **chosen)
+        except _out_of_resources() as error:
+            rows[text]["failed"] = str(error)
+        else:
+            _check(work, f"{name}, {text}")
+            launches[text] = lambda work, chosen=chosen: work.launch(kernel, **chosen)
+    for text, median_ms in deployed_time.medians(work, launches).items():
+        rows[text]["median_ms"] = median_ms
+    return list(rows.values())
+
+
 def _wanting(samples: dict[str, list[float]], truth_ms: float) -> Iterator[str]:
     """Yield the configs that have not run for long enough."""
     best = min((statistics.median(times) for times in samples.values() if times), default=0.0)
@@ -298,6 +358,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--truth-ms", type=float, default=TRUTH_MS, help="kernel time of each config"
     )
+    parser.add_argument("--short", action="store_true", help="the short problems alone")
+    parser.add_argument("--measure", default=None, help="safetune's policy on short problems")
     return parser.parse_args(argv)
 
 
@@ -312,15 +374,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="choice-quality-") as caches:
         os.environ["TRITON_CACHE_DIR"] = str(Path(caches) / "triton")
         import choice_problems
+        import short_problems
 
-        problems = {problem.name: problem for problem in choice_problems.PROBLEMS}
-        for part in recording.parts_to_run(problems, result.rows, options, PART_S):
-            result.rows += run_part(problems[part], options, Path(caches))
+        short = {problem.name: problem for problem in short_problems.SHORT}
+        long = {problem.name: problem for problem in choice_problems.PROBLEMS}
+        every = short if options.short else {**long, **short}
+        for part in recording.parts_to_run(every, result.rows, options, PART_S):
+            result.rows += run_part(every[part], options, Path(caches), part in short)
             result.save(folder, figures)
     path = result.save(folder, figures)
     told = [f"{what}_{tuner}" for tuner in TUNERS for what in ("regret", "worst", "seconds")]
     columns = ["problem", "configs", "best_ms", "median_to_best", "within_2pct", *told, "best"]
     print(recording.table(summary(result.rows), columns))
+    print(recording.table(deployed(result.rows), ["problem", "configs", "best_us", *told, "best"]))
     print()
     print(recording.figures_table(result, path))
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import norms
-import norms_sweep
 import recording
 from recording import Row
 
@@ -107,7 +106,7 @@ def draw_norms(pyplot: Any, results: Rows, theme: Theme) -> None:
     """Draw one panel for each operation and norm."""
     found = shares(results)
     _, panels = pyplot.subplots(2, 2, figsize=(9, 5.6), sharex=True, sharey=True)
-    columns = [width for _, width in norms_sweep.SHAPES]
+    columns = [width for _, width in norms.SHAPES]
     for line, op in zip(panels, ("backward", "forward"), strict=True):
         for panel, norm in zip(line, NORMS, strict=True):
             for system, style in SYSTEMS.items():

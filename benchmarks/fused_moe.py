@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from choice_problems import Problem, Work
+from choice_problems import Work
 from grouped_matmul import BATCHES
 
 from safetune import Workload, safetune, space
@@ -257,19 +257,6 @@ def _expected(a: torch.Tensor, b: torch.Tensor, chosen: torch.Tensor, scale: flo
         places = (flat == expert).nonzero()[:, 0]
         found[places] = a[places // TOP_K].float() @ b[expert].float().T * scale
     return found
-
-
-def problems(dtype: str) -> dict[str, Problem]:
-    """Return the problem of each batch size."""
-    of_dtype = functools.partial(work, dtype=getattr(torch, dtype))
-    return {
-        f"tokens={tokens}": Problem(
-            f"tokens={tokens}",
-            *(fused_moe_kernel, ("tokens",), tuple(CONFIGS)),
-            *((tokens, *LAYER), (3, *SMALL_LAYER), of_dtype),
-        )
-        for tokens in BATCHES
-    }
 
 
 product = safetune(configs=CONFIGS, key=["tokens"])(fused_moe_kernel)

@@ -17,13 +17,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import recording
-import search_trials
 from recording import Figures, Row
 
 if TYPE_CHECKING:
@@ -159,30 +158,6 @@ class Sweep:
             if choice is not None
         ]
 
-    def export(self, folder: Path) -> None:
-        """Write the trials of a sweep that is done for `search_replay`."""
-        os.environ.update(self._own)
-        import fused_moe
-
-        from safetune.config import config_digest
-
-        digests = [config_digest(config) for config in fused_moe.CONFIGS]
-        data = search_trials.begun(self._space, fused_moe.CONFIGS, [], fresh=True)
-        for tokens, (trials, choice) in self.stored().items():
-            if choice is None or set(digests) != set(trials):
-                raise SystemExit(f"{tokens} tokens: {len(trials)} of {len(digests)} configs")
-            found = [trials[digest].outcome for digest in digests]
-            times = [None if each.timing is None else each.timing.median_ms for each in found]
-            key = {"name": f"tokens={tokens}", "values": [tokens, *fused_moe.LAYER]}
-            key |= {"choice": digests.index(choice.config_digest)}
-            key |= {"verdicts": [each.verdict.value for each in found]}
-            data["keys"].append({**key, "median_ms": [search_trials.short(ms) for ms in times]})
-        path = folder / data["device"] / "search_trials" / f"{self._space}.json.gz"
-        if path.exists() and _count(search_trials.load(path)) > _count(data):
-            print(f"{path} has more trials: kept")
-        else:
-            search_trials.save(data, folder)
-
 
 def run(dtypes: Sequence[str], options: argparse.Namespace, folder: Path, end: float) -> None:
     """Tune all configs of the dtypes that are still missing, until the time is up."""
@@ -196,7 +171,6 @@ def run(dtypes: Sequence[str], options: argparse.Namespace, folder: Path, end: f
         sweep = Sweep(dtype, caches, options.tokens or (), options.configs)
         if not run_part(sweep, dtype, result, end, lambda: result.save(folder, figures)):
             break
-        sweep.export(folder)
     print(recording.table(result.rows, ["part", "wall_s", "tokens", "measured", "ok", "median_ms"]))
     print(recording.figures_table(result, result.save(folder, figures)))
 
@@ -239,7 +213,3 @@ def _die_too() -> None:
 
 def _created(trial: TrialRecord) -> float:
     return trial.created
-
-
-def _count(data: Mapping[str, Any]) -> int:
-    return len(data["configs"]) * len(data["keys"])

@@ -1,12 +1,10 @@
 """How long `safetune tune --budget` takes for all batch sizes of a fused mixture of experts.
 
-A part is one dtype: the command begins with an empty store and an empty compile cache. Where
-all configs of a batch size are measured (spaces `fused_moe_bf16`, `fused_moe_fp8`), the regret says
-how much slower the choice is there than the best.
+A part is one dtype: the command begins with an empty store and an empty compile cache.
 
 `--exhaustive` measures all configs, in parts: a part is stopped `--budget` seconds after the start,
 and the same command goes on from the store in `--caches`. The result is `fused_moe_exhaustive`,
-whose time is that of all parts; the trials become those that searches are replayed on.
+whose time is that of all parts.
 """
 
 from __future__ import annotations
@@ -21,11 +19,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fused_moe_exhaustive
 import recording
-import search_trials
 from fused_moe_exhaustive import SPACES
 from recording import Figures, Row
 
@@ -39,14 +35,14 @@ def figures(rows: Sequence[Row]) -> Figures:
         found[f"{name}_wall_s"] = of_dtype[0]["wall_s"]
         found[f"{name}_keys"] = len(of_dtype)
         found[f"{name}_configs"] = sum(row["measured"] for row in of_dtype)
-        if regrets := [row["regret"] for row in of_dtype if row["regret"] is not None]:
+        if regrets := [row["regret"] for row in of_dtype if row.get("regret") is not None]:
             found[f"{name}_regret_keys"] = len(regrets)
             found[f"{name}_regret_median"] = statistics.median(regrets)
             found[f"{name}_regret_worst"] = max(regrets)
     return found
 
 
-def run_part(dtype: str, options: argparse.Namespace, folders: Sequence[Path]) -> list[Row]:
+def run_part(dtype: str, options: argparse.Namespace) -> list[Row]:
     """Tune all batch sizes of a dtype within the time."""
     target = Path(__file__).with_name("fused_moe.py")
     command = [sys.executable, "-m", "safetune", "tune", str(target), "--dtype", dtype, "--json"]
@@ -62,38 +58,14 @@ def run_part(dtype: str, options: argparse.Namespace, folders: Sequence[Path]) -
         wall_s = round(time.monotonic() - start, 1)
     if done.returncode:
         raise SystemExit(f"safetune tune ended with {done.returncode}")
-    known = measured(SPACES[dtype], folders)
     rows = []
     for tuning in json.loads(done.stdout)["tunings"]:
         row = {"part": dtype, "dtype": dtype, "time": options.time, "wall_s": wall_s}
         row |= {"tokens": int(tuning["shape"]), "choice": tuning["choice"]}
         row |= {name: tuning[name] for name in ("measured", "median_ms")}
         row["phases"] = {name: round(s, 2) for name, s in tuning["phases"].items() if s >= 0.01}
-        times = known.get(f"tokens={tuning['shape']}")
-        row["regret"] = None if times is None else regret(tuning["config"], times)
         rows.append(row)
     return rows
-
-
-def measured(space: str, folders: Sequence[Path]) -> dict[str, list[tuple[Any, float | None]]]:
-    """Return the configs of each key of a space with their times, as far as they are measured."""
-    device = recording.device_slug(recording.device_name())
-    for folder in folders:
-        path = folder / device / "search_trials" / f"{space}.json.gz"
-        if path.exists():
-            data = search_trials.load(path)
-            return {
-                key["name"]: list(zip(data["configs"], key["median_ms"], strict=True))
-                for key in data["keys"]
-            }
-    return {}
-
-
-def regret(choice: Any, times: Sequence[tuple[Any, float | None]]) -> float | None:
-    """Return how much slower a config was than the best; None where it was not measured."""
-    chosen = next((time_ms for config, time_ms in times if config == choice), None)
-    best = min(time_ms for _, time_ms in times if time_ms is not None)
-    return None if chosen is None else round(chosen / best - 1.0, 6)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -127,7 +99,7 @@ def main() -> None:
         recording.resume(result, folders)
     every = options.dtypes or [*SPACES]
     for dtype in recording.parts_to_run(every, result.rows, options, 200.0):
-        result.rows += run_part(dtype, options, folders)
+        result.rows += run_part(dtype, options)
         result.save(folder, figures)
     path = result.save(folder, figures)
     print(recording.table(result.rows, ["dtype", "tokens", "measured", "median_ms", "regret"]))

@@ -6,7 +6,6 @@ those of the matrices that must be read or written once. `--residual` measures t
 adds a residual (prenorm) and its backward pass instead, and has a result of its own,
 norms_residual.json. What a call costs the host is in norms_host.py.
 
-`--sweep` prints the time of each config of our kernels instead, with nothing tuned.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Sequence
 import norm_calls
 import norm_systems
 import norm_timing
-import norms_sweep
 import recording
 from norm_systems import SYSTEMS
 from recording import Figures, Row
@@ -31,6 +29,9 @@ from recording import Figures, Row
 #: With as many elements, what counts is bandwidth.
 LARGE = 2**25
 NORMS = ("ln", "rms")
+
+#: Matrices of 256 MiB in bf16, so that the start of a kernel does not count.
+SHAPES = tuple((2**27 // columns, columns) for columns in (2**power for power in range(8, 16)))
 
 #: How many matrices each operation must read or write.
 MATRICES = {"forward": 2, "backward": 3, "prenorm": 4, "dresidual": 4}
@@ -45,7 +46,7 @@ WARM_PART_S = 10.0
 
 def parts() -> list[str]:
     """Return the names of all parts."""
-    shapes = [f"{norm}-{rows}x{columns}" for rows, columns in norms_sweep.SHAPES for norm in NORMS]
+    shapes = [f"{norm}-{rows}x{columns}" for rows, columns in SHAPES for norm in NORMS]
     return ["copy", *shapes]
 
 
@@ -152,13 +153,11 @@ def run_part(part: str, systems: Sequence[str], options: argparse.Namespace) -> 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--sweep", action="store_true", help="each config, nothing tuned")
     parser.add_argument("--warm", action="store_true", help="first, compile in parallel")
     parser.add_argument("--quick", action="store_true", help="2 replays, no max-autotune")
     parser.add_argument(
         "--columns", type=int, nargs="+", help="only shapes with these numbers of columns"
     )
-    parser.add_argument("--kinds", nargs="+", help="kernels of the sweep")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--residual", action="store_true", help="with a residual, into its file")
@@ -186,9 +185,6 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_AUTOTUNE_LOCAL_CACHE"] = "0"
     recording.require_device()
     folder = recording.output_folder(options)
-    if options.sweep:
-        norms_sweep.sweep(options)
-        return
     result = recording.begin(options.result or ("norms_residual" if options.residual else "norms"))
     if not options.fresh:
         recording.resume(result, [folder, recording.RESULTS])

@@ -10,7 +10,6 @@ configs (`--keep`).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
 import statistics
@@ -38,9 +37,9 @@ def figures(rows: Sequence[Row]) -> Figures:
             continue
         declared = max(row["declared"] for row in rows if row["kernel"] == name)
         found |= {f"{name}_keys": len(keys), f"{name}_configs": declared}
-        least = len(shortlist.shortest(keys, WITHIN).kept)
+        least = len(shortlist.shortest(keys, WITHIN))
         for words, keep in (("shortest", 0), ("third", max(least, declared // 3))):
-            kept = shortlist.shortest(keys, WITHIN, keep).kept
+            kept = shortlist.shortest(keys, WITHIN, keep)
             held_out = shortlist.held_out(keys, WITHIN, [keep])[keep]
             found |= {
                 f"{name}_{words}_kept": len(kept),
@@ -60,7 +59,7 @@ def figures(rows: Sequence[Row]) -> Figures:
 
 def measured(row: Row) -> Measured:
     """Return a row as `shortlist` takes it."""
-    key = KeyRecord(row["key"], row["kernel"], "", "", "", 0, "", {}, {}, row["call"])
+    key = KeyRecord(row["key"], row["kernel"], "", "", 0, "", {}, {}, row["call"])
     return Measured(key, row["times"])
 
 
@@ -149,8 +148,8 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 def stored(names: Sequence[str]) -> list[Row]:
     """Return a row for each key of these kernels in the store."""
-    from safetune.cli.output import call_words, config_words
     from safetune.cli.stored import open_store
+    from safetune.show.words import call_words, config_words
 
     rows = []
     store = open_store()
@@ -180,8 +179,7 @@ def main() -> None:
         os.environ["SAFETUNE_CACHE_DIR"] = options.store or scratch
         result = recording.begin("prune")
         result.rows = run(options)
-        solver = importlib.util.find_spec("scipy") is not None  # else they are computed elsewhere
-        path = result.save(recording.output_folder(options), figures if solver else lambda _: {})
+        path = result.save(recording.output_folder(options), figures)
     print(recording.figures_table(result, path))
 
 

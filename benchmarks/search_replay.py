@@ -3,20 +3,17 @@
 `search_trials` has measured every config of a space for several keys, and the searches see those
 times: random subsets of the list, a search, and a search with the trials of the two nearest keys.
 The regret of a search is how much slower its best config is than the best of all; the final rounds
-of a tuning are not replayed. `search_replay` has the searches of `matmul`, on which their settings
-were made, and `search_replay_others` those of the other spaces. `search_replay_sweeps` has sweeps
-of all keys of matmul, where a search knows of other keys what their searches measured.
+of a tuning are not replayed. The settings of the search were made on these keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -35,9 +32,6 @@ SEARCHES = (
     ("search_neighbours", 32),
 )
 NEIGHBOURS = 2
-#: Configs of the first two keys of a sweep and of each other one, the most keys that a search is
-#: told of, and the sweeps of a part.
-SWEEP, MOST_NEIGHBOURS, SWEEPS = (100, 32), 4, 10
 #: Regrets are stored as whole numbers of this, and none above the second.
 UNIT, MOST = 1e-4, 10_000_000
 #: What the searches for one key are expected to take, on one core.
@@ -176,20 +170,6 @@ def _measured(
     return times
 
 
-def sweep(path: Path, seed: int) -> list[int]:
-    """Return the regrets of all keys, one after the other, as `safetune tune --budget` has them.
-
-    Of its neighbours a search knows what was measured for them. The first two have none.
-    """
-    measured: dict[str, Times] = {}
-    for number, name in enumerate(space(path)[1]):
-        budget = SWEEP[0] if number < NEIGHBOURS else SWEEP[1]
-        known = history(path, name, measured, MOST_NEIGHBOURS)
-        measured[name] = _measured(path, name, known, 1000 * seed + number, budget)
-    keys = space(path)[1]
-    return [round(min(keys[n].regret([*tried]) / UNIT, MOST)) for n, tried in measured.items()]
-
-
 @functools.cache
 def _near(path: Path) -> Any:
     from safetune.tuning.search import one_step
@@ -205,24 +185,14 @@ def regret(path: Path, name: str, strategy: str, budget: int, seed: int) -> int:
 
 def run_part(path: Path, name: str, seeds: int, pool: ProcessPoolExecutor) -> list[Row]:
     """Return the regrets of all searches for one key."""
-    rows, keys = [], space(path)[1]
+    rows = []
     for strategy, budget in SEARCHES:
-        if strategy == "search_neighbours" and len(keys) <= NEIGHBOURS:
-            continue
         one = functools.partial(regret, path, name, strategy, budget)
         count = SEEDS if strategy == "random" else seeds
         found = list(pool.map(one, range(count), chunksize=max(1, count // 16)))
         row = {"part": f"{path.name} {name}", "space": path.name.partition(".")[0]}
         rows.append({**row, "strategy": strategy, "budget": budget, "regrets": found})
     return rows
-
-
-def run_sweeps(path: Path, first: int, pool: ProcessPoolExecutor) -> list[Row]:
-    """Return the regrets of all keys in some sweeps."""
-    row = {"part": f"{path.name} sweeps from {first}", "space": path.name.partition(".")[0]}
-    seeds = range(first, first + SWEEPS)
-    found = itertools.chain.from_iterable(pool.map(functools.partial(sweep, path), seeds))
-    return [{**row, "strategy": "search_sweep", "budget": SWEEP[1], "regrets": [*found]}]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -232,37 +202,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="NVIDIA_H100_80GB_HBM3", help="a folder in it")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each key; random: always 200")
     parser.add_argument("--workers", type=int, default=1)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--others", action="store_true", help="the other spaces, not matmul")
-    which.add_argument(
-        "--sweeps", type=int, default=0, metavar="N", help="N sweeps of all keys of matmul"
-    )
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    """Search every key of matmul, or of the other spaces that have trials."""
+    """Search every key of matmul."""
     options = parse()
-    paths = sorted((options.trials / options.device / "search_trials").glob("*.json.gz"))
-    paths = [path for path in paths if (path.name != MATMUL) == options.others]
-    parts: dict[str, Callable[[ProcessPoolExecutor], list[Row]]] = {}
-    for path in paths:
-        for first in range(0, options.sweeps, SWEEPS):
-            parts[f"{path.name} sweeps from {first}"] = functools.partial(run_sweeps, path, first)
-        for name in () if options.sweeps else space(path)[1]:
-            one = functools.partial(run_part, path, name, options.seeds)
-            parts[f"{path.name} {name}"] = one
-    name = "_sweeps" * bool(options.sweeps) + "_others" * options.others
+    path = options.trials / options.device / "search_trials" / MATMUL
+    parts = {f"{path.name} {name}": name for name in space(path)[1]}
     versions = {**recording.versions(), "scikit-learn": metadata.version("scikit-learn")}
     result = recording.Result(
-        f"search_replay{name}",
-        *(options.device, versions, recording.commit(), recording.command()),
+        "search_replay", options.device, versions, recording.commit(), recording.command()
     )
     if not options.fresh:
         recording.resume(result, [options.out])
     with ProcessPoolExecutor(options.workers) as pool:
         for part in recording.parts_to_run(parts, result.rows, options, KEY_S / options.workers):
-            result.rows += parts[part](pool)
+            result.rows += run_part(path, parts[part], options.seeds, pool)
             result.save(options.out, figures)
     path = result.save(options.out, figures)
     print(recording.figures_table(result, path))

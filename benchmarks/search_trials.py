@@ -1,10 +1,10 @@
-"""Every trial of the spaces that ways of searching are compared on: `search_replay` reads them.
+"""Every trial of a matrix product with 1,920 configs, for 18 batch sizes, for `search_replay`.
 
 For each key all configs are tuned, from an empty store; the times are those that a search would
-have seen, and those of the best are of the final rounds. A space is one file,
-`<out>/<device>/search_trials/<space>.json.gz`, which grows key by key; the script goes on where it
-ended, and begins no key that does not fit the budget. The first key of a space compiles (matmul:
-61 s on an H100 with 16 cores), a further one of matmul takes 13 to 29 s.
+have seen, and those of the best are of the final rounds. The file,
+`<out>/<device>/search_trials/matmul.json.gz`, grows key by key; the script goes on where it ended,
+and begins no key that does not fit the budget. The first key compiles (61 s on an H100 with 16
+cores), a further one takes 13 to 29 s.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import device_time
+import grouped_matmul
 import recording
+import triton
 import tuners
+from choice_problems import Problem, Work
 
-if TYPE_CHECKING:
-    from choice_problems import Problem
-
+SPACE, SIZE = "matmul", 4096
 ERROR_LIMIT = 2e-2
-#: What the first key of a space is expected to take, with the time of each config; a further one
+#: What the first key is expected to take, with the time of each config; a further one
 #: takes as long as the one before it took for all but compiling, and a share more.
 FIRST_KEY_S, CONFIG_S, MORE = 10.0, 0.045, 1.1
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return a space's trials."""
+    """Return the trials of a file."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return dict(json.load(file))
 
 
 def save(data: dict[str, Any], *folders: Path) -> None:
-    """Write a space's trials as a whole, with the same bytes for the same trials."""
+    """Write the trials as a whole, with the same bytes for the same trials."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     for folder in folders:
-        path = folder / data["device"] / "search_trials" / f"{data['space']}.json.gz"
+        path = folder / data["device"] / "search_trials" / f"{SPACE}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".tmp")
         partial.write_bytes(gzip.compress(text, mtime=0))
         partial.replace(path)
 
 
-def begun(space: str, configs: Sequence[Any], folders: Sequence[Path], fresh: bool) -> Any:
-    """Return the trials of a space so far: those of the folder that has the most keys."""
+def begun(configs: Sequence[Any], folders: Sequence[Path], fresh: bool) -> Any:
+    """Return the trials so far: those of the folder that has the most keys."""
     device = recording.device_slug(recording.device_name())
     data = {
-        "space": space,
+        "space": SPACE,
         "device": device,
         "versions": recording.versions(),
         "commit": recording.commit(),
@@ -61,7 +62,7 @@ def begun(space: str, configs: Sequence[Any], folders: Sequence[Path], fresh: bo
         "keys": [],
     }
     for folder in () if fresh else folders:
-        path = folder / device / "search_trials" / f"{space}.json.gz"
+        path = folder / device / "search_trials" / f"{SPACE}.json.gz"
         if path.exists():
             earlier = load(path)
             same = earlier["configs"] == data["configs"]
@@ -112,17 +113,36 @@ def short(time_ms: float | None) -> float | None:
     return None if time_ms is None else float(f"{time_ms:.5g}")
 
 
+def product(m: int) -> Problem:
+    """Return the matrix product of a key."""
+    return Problem(
+        f"M={m}",
+        *(grouped_matmul.grouped_matmul_kernel, tuple(grouped_matmul.KEY)),
+        tuple(grouped_matmul.configs()),
+        *((m, SIZE), (32, 256), _work),
+    )
+
+
+def _work(shape: Sequence[int], device: str) -> Work:
+    m, size = shape
+    a, b, c = grouped_matmul.operands(m, size, device)
+
+    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
+        return (triton.cdiv(m, meta["BM"]) * triton.cdiv(size, meta["BN"]),)
+
+    args = (a, b, c, m, size, size, *a.stride(), *b.stride(), *c.stride())
+    return Work(grid, args, {}, c, a.float() @ b.float())
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("spaces", nargs="*", metavar="SPACE", help="default: every space")
     parser.add_argument(
         "--work",
         type=Path,
         default=Path("/tmp/safetune-search"),
         help="compile caches, store and finished trials, for the next part",
     )
-    parser.add_argument("--keys", nargs="+", metavar="KEY", help="some, in this order: M=64")
     parser.add_argument("--configs", type=int, help="at most, for a trial run")
     return parser.parse_args(argv)
 
@@ -136,28 +156,24 @@ def main() -> None:
         shutil.rmtree(options.work, ignore_errors=True)
     os.environ["TRITON_CACHE_DIR"] = str(options.work / "triton")
     os.environ["SAFETUNE_CACHE_DIR"] = str(options.work / "store")
-    import search_spaces
-
-    every = search_spaces.spaces()
-    for space in options.spaces or every:
-        keys = every[space]
-        configs = next(iter(keys.values())).configs
-        configs = configs[:: -(-len(configs) // (options.configs or len(configs)))]
-        data = begun(space, configs, [folder, options.work], options.fresh)
-        done = {key["name"] for key in data["keys"]}
-        missing = [name for name in options.keys or keys if name not in done]
-        expected_s = FIRST_KEY_S + CONFIG_S * len(configs)
-        for name in missing[: options.parts]:
-            if time.monotonic() - start + expected_s > options.budget:
-                print(f"{space} {name} does not fit {options.budget:g} s: run again for the rest")
-                break
-            found = measure(keys[name], configs)
-            expected_s = MORE * (found["seconds"] - found["phases"].get("phase_s_compile", 0.0))
-            data["keys"].append(found)
-            save(data, folder, options.work)
-            verdicts = found["verdicts"]
-            print(f"{space} {name}: {found['seconds']} s, {verdicts.count('ok')} ok", flush=True)
-        print(f"{space}: {len(data['keys'])} of {len(keys)} keys", flush=True)
+    keys = {problem.name: problem for problem in map(product, grouped_matmul.BATCHES)}
+    configs = grouped_matmul.configs()
+    configs = configs[:: -(-len(configs) // (options.configs or len(configs)))]
+    data = begun(configs, [folder, options.work], options.fresh)
+    done = {key["name"] for key in data["keys"]}
+    missing = [name for name in keys if name not in done]
+    expected_s = FIRST_KEY_S + CONFIG_S * len(configs)
+    for name in missing[: options.parts]:
+        if time.monotonic() - start + expected_s > options.budget:
+            print(f"{name} does not fit {options.budget:g} s: run again for the rest")
+            break
+        found = measure(keys[name], configs)
+        expected_s = MORE * (found["seconds"] - found["phases"].get("phase_s_compile", 0.0))
+        data["keys"].append(found)
+        save(data, folder, options.work)
+        verdicts = found["verdicts"]
+        print(f"{name}: {found['seconds']} s, {verdicts.count('ok')} ok", flush=True)
+    print(f"{len(data['keys'])} of {len(keys)} keys", flush=True)
 
 
 if __name__ == "__main__":

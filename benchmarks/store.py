@@ -11,16 +11,13 @@ that may tune.
 one when it is open, finding one in memory, and writing one. `writers`: 64 processes at once that
 write 20 rows each.
 
-The shared stores' parts are those of benchmarks/store_shared.py, where that file is. Only `first
-launch` needs a GPU: with TRITON_INTERPRET=1 the others' results are those of the machine alone.
+Only `first launch` needs a GPU: with TRITON_INTERPRET=1 the others measure the machine alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -57,15 +54,7 @@ def figures(rows: Sequence[Row]) -> Figures:
     if writers:
         found["writer_rows_per_s"] = statistics.median(row["rows_per_s"] for row in writers)
         found["writer_rows_lost"] = float(sum(row["lost"] for row in writers))
-    shared = _shared()
-    return found if shared is None else {**found, **shared.figures(rows)}
-
-
-def _shared() -> Any:
-    """The module of the shared stores, which has `PARTS` and `figures` as this one has; or None."""
-    if importlib.util.find_spec("store_shared") is None:
-        return None
-    return importlib.import_module("store_shared")
+    return found
 
 
 def first_launches(part: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -191,8 +180,8 @@ def _fill(folder: Path, count: int) -> None:
     Store.open(folder).close()
     connection = sqlite3.connect(folder / DATABASE_NAME)
     with connection:
-        made = (rows.choice_row(_choice(number)) for number in range(count))
-        first = rows.choice_row(_choice(0))
+        made = (rows.CHOICE.seal(_choice(number)) for number in range(count))
+        first = rows.CHOICE.seal(_choice(0))
         statement = (
             f"INSERT INTO choice ({', '.join(first)}) VALUES ({', '.join('?' * len(first))})"
         )
@@ -269,8 +258,7 @@ def main() -> None:
         options.report.write_text(json.dumps(first_launch(options.task, options.block)))
         return
     recording.require_device()
-    shared = _shared()
-    every = {**PARTS, **(shared.PARTS if shared is not None else {})}
+    every = dict(PARTS)
     if recording.interpreted() and options.out == recording.RESULTS:
         del every["first launch"]  # the others launch nothing, and need no GPU
     folder = options.out

@@ -229,7 +229,9 @@ def _moments(began: float, ended: float) -> dict[str, float]:
         return {}
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     with contextlib.closing(connection):
-        stored = connection.execute("SELECT created, stage FROM trial ORDER BY created").fetchall()
+        stage = "json_extract(record, '$.outcome.timing.stage')"
+        query = f"SELECT created, {stage} FROM trial ORDER BY created"
+        stored = connection.execute(query).fetchall()
     created = [moment for moment, _ in stored]
     screened = [moment for moment, stage in stored if stage != "final"]
     return {

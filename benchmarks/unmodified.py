@@ -90,7 +90,7 @@ def first_step(tuner: str, results: Path, configs: int) -> dict[str, Any]:
         raise SystemExit(f"not all that was launched was tuned by safetune:\n{installation}")
     from safetune.miss import reporting
 
-    return {**report, "tunings": reporting.tunings_begun(), "launches": installation.launches}
+    return {**report, "tunings": reporting.tunings.begun, "launches": installation.launches}
 
 
 def run_part(part: str, folder: Path, configs: int) -> Iterator[Row]:

@@ -41,11 +41,19 @@ maximum_signature_line_length = 80
 pygments_style = "default"
 pygments_dark_style = "monokai"
 
+#: Quotes and dashes stay as written: `--budget` in a heading or a table is an option to copy.
+smartquotes = False
+
 html_theme = "furo"
 html_title = "safetune"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_logo = "_static/logo.svg"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0f766e", "color-brand-content": "#0f766e"},
+    "dark_css_variables": {"color-brand-primary": "#5eead4", "color-brand-content": "#5eead4"},
+}
 copybutton_exclude = ".linenos, .gp, .go"
 
 #: Files beside `docs/` that have a page of the site.
@@ -57,6 +65,8 @@ PAGES = {
 }
 REPOSITORY = _PROJECT["urls"]["Repository"]
 
+#: A link to an example, which the site shows on a page of code.
+_EXAMPLE = re.compile(r"(?<=\]\()examples/([\w.]+)(?=\))")
 _LINK = re.compile(r"(?<=\]\()((?:\.\./)+)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 #: Code in a docstring, as Markdown has it, and a letter behind it.
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)")
@@ -76,6 +86,7 @@ def rewrite(text: str, page: Path) -> str:
         return f"{REPOSITORY}/blob/main/{name}{match[3]}"
 
     text = _PICTURE.sub(r"![\2](\1.svg){.only-light}" "\n" r"![\2](\1-dark.svg){.only-dark}", text)
+    text = _EXAMPLE.sub(lambda match: f"reference/examples.md#{match[1].replace('.', '')}", text)
     return _LINK.sub(link, text)
 
 

@@ -1,8 +1,8 @@
-"""Calls of the norms in eager code, and the short way for a call like one before.
+"""Calls of the norms in eager code, and a short path for calls like an earlier one.
 
-The first call with some options and kinds of operands checks them, and launches through the tuners.
-From then on, a call whose operands have the same shapes, strides, dtypes and device allocates its
-outputs and launches what was launched, and does no more: see `bound_launch`.
+The first call with some options and kinds of operands checks them and launches through the tuners.
+Later calls whose operands have the same shapes, strides, dtypes and device only allocate outputs
+and repeat the launch: see `bound_launch`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def known_call(
 def checked_call(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
 ) -> NormCall:
-    """Return a call for such operands and options, which are those of `NormCall` and then others.
+    """Return a call for these operands and options: the fields of `NormCall`, then the others.
 
     Raises:
         InvalidOperand: `eps` or `num_groups` is not a number.
@@ -156,14 +156,14 @@ class NormCall:
     ) -> tuple[Tensor, Tensor, Tensor]:
         options = (self.residual_in_fp32, self.is_rms_norm, self.num_groups, pinned)
         operands = (x, weight, bias, residual, self.eps, None, *options)
-        found, normalized, launch = norm_rows(*operands, joined=True)
-        statistics: Any = found.statistics
+        result, normalized, launch = norm_rows(*operands, joined=True)
+        statistics: Any = result.statistics
         self.shape, self.x_dtype, self.has_residual = x.shape, x.dtype, residual is not None
-        self.rows = (found.rstd.shape[0], x.shape[-1] // self.num_groups)
+        self.rows = (result.rstd.shape[0], x.shape[-1] // self.num_groups)
         if not pinned and _are_launched_as_they_are(x, weight, bias, residual):
-            self._new: Any = like(found.y), like(statistics), like(found.residual)
+            self._new: Any = like(result.y), like(statistics), like(result.residual)
             self._forward = bound_launch(*launch, offsets=_offset(launch, 7, statistics))
-        return found.y, statistics, in_shape(normalized, x.shape)
+        return result.y, statistics, in_shape(normalized, x.shape)
 
     def split(self, statistics: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the means, None for RMS norm, and rstd."""
@@ -179,22 +179,22 @@ class NormCall:
         bias: Tensor | None,
     ) -> Gradients | None:
         """Return (dx, dw, db, dres_in) as `layer_norm_bwd`; None for another call than before."""
-        known = self._backward.get((dres is None, dres is dy))
-        if known is None or is_pinned(self.deterministic):
+        stored_call = self._backward.get((dres is None, dres is dy))
+        if stored_call is None or is_pinned(self.deterministic):
             return None
         given = (dy, x, statistics, weight, bias, None if dres is dy else dres)
-        if not known.are_alike(*[each for each in given if each is not None]):
+        if not stored_call.are_alike(*[operand for operand in given if operand is not None]):
             return None
         mean = None if self.is_rms_norm else statistics
-        made = [None if new is None else new() for new in known.outputs]
-        operands = (dy, x, weight) if known.few else (dy, x, weight, bias)
-        if known.rows(*operands, mean, statistics, dres, *made) is None:
+        made = [None if new is None else new() for new in stored_call.outputs]
+        operands = (dy, x, weight) if stored_call.few else (dy, x, weight, bias)
+        if stored_call.rows(*operands, mean, statistics, dres, *made) is None:
             return None
         dx, dres_in, *_, dw, db = made
-        if known.sums is not None:
+        if stored_call.sums is not None:
             partials = dw, db
-            dw, db = [None if new is None else new() for new in known.gradients]
-            if known.sums(*partials, dw, db) is None:
+            dw, db = [None if new is None else new() for new in stored_call.gradients]
+            if stored_call.sums(*partials, dw, db) is None:
                 return None
         return dx, dw, db, dx if self.has_residual and dres_in is None else dres_in
 
@@ -227,18 +227,23 @@ class NormCall:
     ) -> None:
         dy, statistics = operands[0], operands[2]
         launch, few = launches.rows, launches.plan is None
-        place = 4 if few else 5  # of rstd
-        dx, dres_in, *others = launch.args[place + 2 : place + (6 if few else 7)]
+        rstd_index = 4 if few else 5  # of rstd
+        dx, dres_in, *others = launch.args[rstd_index + 2 : rstd_index + (6 if few else 7)]
         # Launched on as rows, and returned in the shape of x.
-        shaped = [None if each is None else in_shape(each, self.shape) for each in (dx, dres_in)]
+        shaped = [
+            None if tensor is None else in_shape(tensor, self.shape) for tensor in (dx, dres_in)
+        ]
         gradients = () if launches.sums is None else launches.sums.args[2:4]
-        rows = bound_launch(*launch, offsets=_offset(launch, place, statistics))
+        rows = bound_launch(*launch, offsets=_offset(launch, rstd_index, statistics))
         sums = None if launches.sums is None else bound_launch(*launches.sums)
         are_alike = alike(*operands, None if dres is dy else dres)
         if rows and are_alike and (sums is None) is (launches.sums is None):
-            new = [like(each) for each in (*shaped, *others)], [like(each) for each in gradients]
-            known = KnownBackward(are_alike, few, rows, sums, *new)
-            self._backward[dres is None, dres is dy] = known
+            new = (
+                [like(tensor) for tensor in (*shaped, *others)],
+                [like(tensor) for tensor in gradients],
+            )
+            stored_call = KnownBackward(are_alike, few, rows, sums, *new)
+            self._backward[dres is None, dres is dy] = stored_call
 
 
 def like(tensor: Tensor | None) -> Allocator | None:

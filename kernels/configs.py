@@ -22,9 +22,9 @@ TALL_TILE = 4096
 #: The least length of a slice in the forward pass; a row of at most this length is never cut.
 LONG_SLICE = 8192
 
-#: Rows of this length are cut in two in the backward pass, where each half has a program of its
-#: own: 3 % faster on an H100, but for sums of two parameters with a residual's gradient. Of rows a
-#: little shorter each program would have less to do in a turn.
+#: Rows of this length are cut in two in the backward pass, with a program for each half: 3 % faster
+#: on an H100, except for sums of two parameters with a residual's gradient. With slightly shorter
+#: rows each program would have less work in a turn.
 HALVED_ROW = 8192
 
 #: The most elements of a matrix that the programs of a multiprocessor take in turns, 8 KiB in bf16,
@@ -36,7 +36,7 @@ MOST_IN_A_TURN = 4096
 #: and 1.4 times its bandwidth: there the configs that take 16 KiB are up to 9 % faster.
 MOST_IN_A_TURN_ON = {"NVIDIA H200": 8192}
 
-#: A card on which pruning leaves each config that it leaves on any.
+#: A card on which pruning leaves every config that it leaves on any card.
 MOST_CONFIGS_ON = max(MOST_IN_A_TURN_ON, key=MOST_IN_A_TURN_ON.__getitem__)
 
 #: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
@@ -94,8 +94,8 @@ FORWARD_CONFIGS = [
 ]
 
 # Stages are rows in shared memory, and not all cards have enough of it for long rows. Configs with
-# one stage need almost none, so those come first of which pruning always leaves one. With 128
-# registers for 256 threads, two programs fit on a multiprocessor. The last five are the fastest of
+# one stage need almost none; they come first, and pruning always leaves one of them. With 128
+# registers for 256 threads, two programs fit on a multiprocessor. The last five are the fastest for
 # rows of 256 to 8192 columns on an H100.
 BACKWARD_CONFIGS = [
     _backward_config(num_warps=8, stages=1),

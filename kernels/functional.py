@@ -207,7 +207,7 @@ def _finalize(
     bias: Tensor | None,
     pinned: bool,
 ) -> tuple[tuple[Tensor | None, Tensor | None], Launch | None]:
-    """Return (dw, db), the partial sums of all programs added up, and what was launched for it."""
+    """Return (dw, db), the sums of all programs' partial sums, and the launches made for them."""
     if weight is None and bias is None:
         return (None, None), None
     if not outputs.x.numel():

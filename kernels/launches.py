@@ -92,7 +92,7 @@ def forward_outputs(
     shape: Sequence[int] | None = None,
     joined: bool = False,
 ) -> ForwardOutputs:
-    """Allocate what the forward kernel writes; y and the residual are of `shape`, or that of x."""
+    """Allocate the forward kernel's outputs; y and the residual are of `shape`, or of x's shape."""
     stored = residual.dtype if residual is not None else residual_dtype
     stores_residual = residual is not None or stored not in (None, x.dtype)
     inputs = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -138,7 +138,7 @@ def forward_launch(
 ) -> tuple[ForwardOutputs, Launch]:
     """Return the outputs and the launch of `layer_norm_forward_kernel`; operands contiguous.
 
-    y and the residual are of `shape`, by default that of `x`.
+    y and the residual have the shape `shape`, by default x's.
     """
     rows, columns = x.shape
     options = (out_dtype, residual_dtype, is_rms_norm, rows, shape, joined)
@@ -231,7 +231,7 @@ def backward_outputs(
     recompute_output: bool,
     columns: int,
 ) -> BackwardOutputs:
-    """Allocate what the backward kernel writes, for `x` of any shape."""
+    """Allocate the backward kernel's outputs, for `x` of any shape."""
     sizes, dtype = (plan.programs, columns), statistics_dtype(x.dtype)
     return BackwardOutputs(
         x=torch.empty_like(x, dtype=x_dtype),
@@ -312,7 +312,7 @@ def few_rows_outputs(
     stores_dres: bool,
     x_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate (dx, dres_in, dw, db), what the backward kernel for few rows writes."""
+    """Allocate (dx, dres_in, dw, db), the outputs of the backward kernel for few rows."""
     dres_in = torch.empty_like(x) if stores_dres else None
     return torch.empty_like(x, dtype=x_dtype), dres_in, *parameter_gradients(weight, bias)
 
@@ -372,5 +372,5 @@ def _gpu_sm_count(device: torch.device) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tile of `dtype` is computed."""
+    """Return the dtype for computations on a tile of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,18 +2,18 @@
 
 Operands are contiguous [rows, COLUMNS] matrices. With GROUPS > 1, row i belongs to group
 i % GROUPS, and weight and bias are [GROUPS * COLUMNS]: a token's groups are consecutive rows.
-Whatever the dtypes, a tile is computed in the dtype of the statistics (fp32; fp64 for fp64 inputs),
-the variance is that of the centred row, and each result is cast once, when stored.
+Tiles are computed in the dtype of the statistics (fp32; fp64 for fp64 inputs), the variance is of
+the centred row, and each result is cast once, when stored.
 
-A tile is as many whole rows as TILE_ELEMENTS hold, or else a slice of one row. What of a row is not
-in the tile is read twice: for its share in the row's sums, which come first, and for the results.
+A tile is as many whole rows as TILE_ELEMENTS hold, or else a slice of one row. The rest of the row
+is read twice: for the row's sums, which come first, and for the results.
 
-Where the backward pass cuts a row in slices, each has a program of its own: the grid is that many
-times as large, a row's slices side by side. Each adds up its whole rows, of which the other slices
-are in the L2 cache. Pass IN_PLACE where an output shares memory with an input, as dx may with dy:
-no row is cut then, and a program has read all of a row before it stores any of it.
+If the backward pass cuts a row into slices, each has its own program: the grid is that many times
+as large, with a row's slices side by side. Each program sums whole rows; the other slices are in
+the L2 cache. Pass IN_PLACE if an output shares memory with an input, as dx may with dy: then no row
+is cut, and a program has read a whole row before it stores any of it.
 
-No constexpr depends on the number of rows, so neither does what is compiled or tuned.
+No constexpr depends on the number of rows, so another number compiles and tunes nothing.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def add_row_sums(
 def input_gradient(
     dy, x, projection, total, rstd, COLUMNS: tl.constexpr, IS_RMS_NORM: tl.constexpr
 ):
-    """Return dx: of dy, what the normalized x cannot follow is removed, by the rows' sums."""
+    """Return dx: dy without the components that the normalized x cannot follow."""
     scale = rstd / COLUMNS
     removed = x * (projection * scale)
     if not IS_RMS_NORM:

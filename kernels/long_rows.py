@@ -1,12 +1,11 @@
-"""The backward kernel for rows longer than a program's sums have room for: for an H100.
+"""The backward kernel for rows whose sums exceed one program's registers: for an H100.
 
-Several programs share a row, each a slice that it reads once, and so each has only a share of the
-row's sums. It publishes that share, and finishes the row in its next turn, when the others' shares
-have come.
+Several programs share a row. Each reads its slice once and has a part of the row's sums. It
+publishes that part, and finishes the row in its next turn, when the other parts are there.
 
-Programs take their numbers as they start, and those of a row have numbers side by side. So a
-program waits only for such as have started or are the next to start. However few have room on the
-card, that is enough if those of one row do, and `is_long` sees to that.
+Programs take their numbers as they start, and a row's programs have neighbouring numbers. So a
+program waits only for programs that have started or start next. It is enough that the programs of
+one row fit on the card together, which `is_long` ensures.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def awaited(pointers):
 
 @triton.jit
 def sum_shares(words, SLICES: tl.constexpr):
-    """Return the sum of a row, of which each program that shares it has published a share."""
+    """Return the sum of a row, to which each program that shares it has published a part."""
     share = tl.arange(0, triton.next_power_of_2(SLICES))
     values = awaited(words + tl.minimum(share, SLICES - 1))
     return tl.sum(tl.where(share < SLICES, values, 0.0), axis=0)
@@ -194,8 +193,8 @@ def long_rows_backward_kernel(
 ):
     """Walk the rows that the grid plan gives to some programs, and store this one's slice of them.
 
-    Arguments are those of `layer_norm_backward_kernel`, but for the words, int64 and all zero: each
-    row has one for each sum and slice, and the last counts the programs that have started.
+    Arguments are those of `layer_norm_backward_kernel`, except the words, int64 and all zero: each
+    row has one per sum and slice, and the last word counts the programs that have started.
     """
     SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
     SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
@@ -322,7 +321,7 @@ def _slices(columns: int) -> int:
 
 
 def long_rows_plan(x: Tensor, num_groups: int) -> GridPlan:
-    """Return the grid plan of the kernel for long rows, in which a row's programs count as one."""
+    """Return the grid plan of the kernel for long rows; the programs of a row count as one."""
     rows, columns = x.shape
     per_sm = LONG_PROGRAMS_PER_SM / _slices(columns)
     return plan_grid(rows // num_groups, num_groups, sm_count(x.device), per_sm)

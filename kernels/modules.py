@@ -156,7 +156,7 @@ class RMSNorm(_Norm):
 
 
 class GroupNorm(_Grouped):
-    """LayerNorm, or RMSNorm, of each part of the last dimension; the affine map is over all."""
+    """LayerNorm or RMSNorm of equal parts of the last dimension; the affine map covers all."""
 
 
 class LayerNormLinear(_NormLinear):

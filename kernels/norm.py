@@ -58,23 +58,23 @@ _unwrapped = torch._C._functorch.unwrap_if_dead
 def _gradients(ctx: Any, dy: Tensor | None, dres: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what `norm_gradients` returns, with less work on the host."""
     call, saved = ctx.call, ctx.saved_tensors
-    found = None
+    gradients = None
     if dy is not None and not is_traced():  # as by compiled autograd
-        found = call.known_backward(dy, dres, *saved)
-        if found is None and not is_transformed(dy):
-            found = call.backward(dy, dres, *saved)
-    if found is None:
+        gradients = call.known_backward(dy, dres, *saved)
+        if gradients is None and not is_transformed(dy):
+            gradients = call.backward(dy, dres, *saved)
+    if gradients is None:
         normalized, statistics, *parameters = saved
         saved = (normalized, *call.split(statistics), *parameters)
-        found = norm_gradients(call, saved, dy, dres)[:4]
-    return *found, None
+        gradients = norm_gradients(call, saved, dy, dres)[:4]
+    return *gradients, None
 
 
 def _gradients_once(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return gradients whose own gradients raise `TracingError`.
 
     `torch.autograd.function.once_differentiable` raises only if the incoming gradients require
-    gradients, which those of a sum do not: the part that depends on x would be lost silently.
+    gradients. A sum's gradients do not, so the part that depends on x would be lost silently.
     """
     with torch.no_grad():
         found = _gradients(ctx, *incoming)
@@ -109,7 +109,7 @@ def group_norm(
     weight_offset: float = 0.0,
     deterministic: bool | None = None,
 ) -> Any:
-    """Return `x`, or x + residual, each of `num_groups` parts of the last dimension normalized.
+    """Normalize `x`, or x + residual, in `num_groups` equal parts of the last dimension.
 
     Any float dtypes may be mixed; statistics and the affine map are computed in fp32 and y is cast
     once, to the dtype of `x`. Autocast changes nothing. Not twice differentiable.

@@ -72,21 +72,21 @@ def stored(**operands: Tensor | None) -> tuple[Any, ...]:
         InvalidOperand: the memory of an operand was freed. A kernel would read near address 0,
             after which nothing on the GPU works.
     """
-    found = []
-    for name, each in operands.items():
-        if each is not None and _is_freed(each):
+    in_memory = []
+    for name, operand in operands.items():
+        if operand is not None and _is_freed(operand):
             raise InvalidOperand(
-                f"{name} has no memory now; FSDP frees that of a parameter outside of the forward "
+                f"{name} has no memory now; FSDP frees a parameter's memory outside of the forward "
                 "and backward pass of its module"
             )
-        if each is not None and not is_stored(each):
-            each = each.clone(memory_format=torch.contiguous_format)
-        found.append(each)
-    return tuple(found)
+        if operand is not None and not is_stored(operand):
+            operand = operand.clone(memory_format=torch.contiguous_format)
+        in_memory.append(operand)
+    return tuple(in_memory)
 
 
 def _is_freed(x: Tensor) -> bool:
-    try:  # a part of what was freed, as of FSDP's flat parameters, has its offset as an address
+    try:  # a view of freed memory, as in FSDP's flat parameters, has its offset as its address
         is_near_0 = x.data_ptr() == x.storage_offset() * x.itemsize
         return is_near_0 and x.numel() > 0 and not x._is_zerotensor()
     except RuntimeError:  # one of torch.vmap's, which is refused where it is launched

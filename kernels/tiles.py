@@ -10,7 +10,7 @@ ANY_EVICTION = tl.constexpr("")
 
 @triton.jit
 def load_as(pointers, mask, dtype: tl.constexpr, EVICTION: tl.constexpr = ANY_EVICTION):
-    """Load and convert; what is masked is 0, and so adds 0 to every sum."""
+    """Load and convert; masked elements are 0, so they add 0 to every sum."""
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION).to(dtype)
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Autotuner",
     "CaptureError",
-    "CaptureMiss",
     "CaptureWarning",
     "DisputeWarning",
     "History",
@@ -35,6 +34,7 @@ __all__ = [
     "InvalidOperand",
     "InvalidSetting",
     "KernelNotTransferable",
+    "MissError",
     "MissingChoice",
     "Neighbour",
     "NoDevice",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetune.errors import InvalidConfig, InvalidSetting, SettingWarning, with_nearest
 from safetune.keys import encoding
-from safetune.keys.kernel_digest import function_digest
-from safetune.messages import warn
+from safetune.keys.identity import PLAIN, encode, function_digest, in_process, is_layer, shown
+from safetune.keys.written_key import of_a_library
+from safetune.messages import logger, warn
 
 if TYPE_CHECKING:
     from triton.runtime.autotuner import Config
@@ -34,24 +36,10 @@ OPTION_DEFAULTS: dict[str, Any] = {
 
 def config_record(config: Config) -> dict[str, Any]:
     """Return a config as plain JSON data, its pre_hook as a digest of the hook's code."""
-    record: dict[str, Any] = {
-        name: encoding.encode(value) for name, value in config.all_kwargs().items()
-    }
+    record: dict[str, Any] = {name: encode(value) for name, value in config.all_kwargs().items()}
     if config.pre_hook is not None:
-        record["pre_hook"] = _hook_digest(config.pre_hook)
+        record["pre_hook"] = function_digest(config.pre_hook)
     return record
-
-
-#: The digest of each hook at its first use, and the hook, so that no other object has its id. Each
-#: launch may change what the hook holds, and the config would be another one from then on.
-_hooks: dict[int, tuple[Any, str]] = {}
-
-
-def _hook_digest(hook: Any) -> str:
-    known = _hooks.get(id(hook))
-    if known is None or known[0] is not hook:
-        known = _hooks[id(hook)] = (hook, function_digest(hook))
-    return known[1]
 
 
 def config_digest(config: Config) -> str:
@@ -75,7 +63,12 @@ def config_text(config: Config) -> str:
     """Return a config as text: its kwargs by name, then the options that are not defaults."""
     kwargs = {name: config.kwargs[name] for name in sorted(config.kwargs)}
     parts = kwargs | shown_options(vars(config))
-    return " ".join(f"{name}={value}" for name, value in parts.items())
+    return " ".join(f"{name}={_shown(value)}" for name, value in parts.items())
+
+
+def _shown(value: Any) -> Any:
+    is_function = inspect.isfunction(value) or is_layer(value)
+    return shown(value) if is_function else value
 
 
 def check_configs(
@@ -108,28 +101,56 @@ def check_configs(
                 f"which is neither a parameter of the kernel ({', '.join(parameters)}) nor a "
                 "back-end option"
             )
-        if _is_among(config, checked, seen):
-            warn(
+        if (parts := _parts(config)) in seen:
+            text = (
                 f"configs[{position}] of {kernel_name} is listed twice "
-                f"({config_text(config)}); the second is dropped",
-                SettingWarning,
+                f"({config_text(config)}); the second is dropped"
             )
+            if of_a_library.get():
+                logger.info("%s", text)
+            else:
+                warn(text, SettingWarning)
             continue
         checked.append(config)
+        seen.add(parts)
     if isinstance(configs, list) and len(checked) == len(configs) > 0:
         return configs
     return checked or [Config({})]
 
 
-def _is_among(config: Config, others: Sequence[Config], seen: set[Any]) -> bool:
-    """Whether a config is one of others, which are added to `seen`."""
-    parts = (*config.all_kwargs().items(), config.pre_hook)
-    try:
-        known = parts in seen
-        seen.add(parts)
-    except TypeError:  # a value without a hash
-        return config in others
-    return known
+def _parts(config: Config) -> tuple[Any, ...]:
+    """Return what a config sets, values that are not plain as the objects that they are.
+
+    What those are is known once the whole module is there, see `distinct`.
+    """
+    values = (*sorted(config.all_kwargs().items()), ("pre_hook", config.pre_hook))
+    plain = {*PLAIN, float}
+    return tuple((n, type(v), repr(v) if type(v) in plain else id(v)) for n, v in values)
+
+
+def distinct(configs: Iterable[Config]) -> tuple[Config, ...]:
+    """Return the first config of each digest, in their order, whatever `==` says."""
+    listed = list(configs)
+    if len({*map(_parts, listed)}) == len(listed) and all(map(_is_plain, listed)):
+        return tuple(listed)
+    found: dict[str, Config] = {}
+    for config in listed:
+        found.setdefault(config_digest(config), config)
+    return tuple(found.values())
+
+
+def _is_plain(config: Config) -> bool:
+    values = config.kwargs.values()
+    return config.pre_hook is None and all(type(v) in PLAIN or type(v) is float for v in values)
+
+
+def without_identity(configs: Iterable[Config]) -> str:
+    """Return the name of a value in the configs that only this process knows; empty without."""
+    for config in configs:
+        for name, value in config.kwargs.items():
+            if type(value) not in PLAIN and in_process(encode(value)):
+                return name
+    return ""
 
 
 def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> None:
@@ -194,14 +215,14 @@ def check_seconds(kernel: str, limits: object, *names: str) -> None:
 
 
 def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[Any]) -> list[Config]:
-    """Return a list of configs: each combination of the values, the last name varying fastest.
+    """Return a list of configs: every combination of the values, the last name varying fastest.
 
     `space(BM=[64, 128], num_warps=[4, 8], where=lambda c: c.BM >= 16 * c.num_warps)`. The names
     num_warps, num_stages, num_ctas, maxnreg and ir_override are Triton's; any other is a
     parameter of the kernel.
 
     Args:
-        where: whether to keep a combination, which has a value under each name.
+        where: returns whether to keep a combination, which has its values as attributes.
 
     Raises:
         InvalidSetting: the values of a name are not a list, or no combination is left.
@@ -219,7 +240,7 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
     kept = [c for c in combinations if where is None or where(SimpleNamespace(**c))]
     if not kept:
         raise InvalidSetting(
-            f"no config is left of {len(combinations)}: where= refuses all, or a list is empty"
+            f"none of {len(combinations)} configs is left: where= rejects all, or a list is empty"
         )
     return [
         Config(

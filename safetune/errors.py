@@ -6,23 +6,40 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from safetune.outcome import TRANSIENT
+from safetune.outcome import TRANSIENT, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import FrameType
 
+    from typing_extensions import Self
+
     from safetune.outcome import Outcome
 
 
 class SafetuneError(Exception):
-    """The base of every error that safetune raises on purpose."""
+    """The base of every error that safetune raises on purpose.
+
+    Attributes:
+        fix: what to do about it, where whoever raises it knows; `safetune doctor` says it.
+    """
+
+    fix = ""
+
+    def with_fix(self, fix: str) -> Self:
+        """Return this error, which now says what to do about it."""
+        self.fix = fix
+        return self
 
 
 class InvalidConfig(SafetuneError, ValueError):
     """A config, or a list of configs, that no launch of the kernel could accept."""
+
+
+class NoConfigs(InvalidConfig, IndexError):
+    """A launch whose list of configs was emptied after decoration; Triton raises `IndexError`."""
 
 
 class InvalidSetting(SafetuneError, ValueError):
@@ -47,6 +64,10 @@ class KernelNotTransferable(SafetuneError):
 
 class NotReproducible(KernelNotTransferable):
     """The call's inputs cannot be copied to another process: addresses, or too many bytes."""
+
+
+class TooMuchPinned(NotReproducible):
+    """The call has more pinned host memory than a child may pin."""
 
 
 class WorkerUnavailable(SafetuneError):
@@ -80,10 +101,10 @@ class CaptureError(SafetuneError, RuntimeError):
     """The operation is not possible while a CUDA graph is being captured."""
 
 
-class CaptureMiss(CaptureError):
-    """A key has no choice under CUDA graph capture, with `capture_miss="error"`.
+class MissError(SafetuneError):
+    """A key has no choice, with `on_miss="error"`.
 
-    Nothing was launched, and the capture is still valid.
+    Nothing was tuned or launched; a CUDA graph capture under way is still valid.
     """
 
 
@@ -101,13 +122,6 @@ class StoreError(SafetuneError):
 
 class Busy(WorkerUnavailable):
     """Another process tunes the key, and this process has waited for SAFETUNE_WAIT seconds."""
-
-
-class NotExclusive(Busy):
-    """A key of another shard, which nothing keeps from tuning it at the same time."""
-
-    def __init__(self, kernel: str) -> None:
-        super().__init__(f"{kernel} is left to another shard: no lease keeps two from its key")
 
 
 class SyncTimeout(SafetuneError, TimeoutError):
@@ -139,11 +153,11 @@ class SettingWarning(SafetuneWarning):
 
 
 class PhantomKeyWarning(SettingWarning):
-    """A key has a name that nothing reads; or, of a library's tuner, an unknown name."""
+    """A key has a name that nothing reads, or a library's tuner has an unknown name."""
 
 
 class StoreWarning(SafetuneWarning):
-    """The store, the shared store or a pack cannot be used; the run goes on without it.
+    """The store, the shared store or a pack cannot be used; the run continues without it.
 
     A general filter such as `-W error` shows it; one that names the class raises it.
     """
@@ -178,7 +192,11 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
         outcomes: (config as text, `Outcome`) of each.
         measured: the number of configs tried now; the other outcomes were stored before.
         transient: at least one config failed for a reason that may pass, such as memory.
+        first: the config that the caller launches anyway, so that Triton's own error comes out;
+            None if that is not safe. See `miss.failures.first_config`.
     """
+
+    first: Any = None
 
     def __init__(
         self, kernel: str, key: str, outcomes: Sequence[tuple[str, Outcome]], measured: int = 0
@@ -191,11 +209,16 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
             "  ".join([f"  {config:<{width}}", outcome.label, *outcome.message.splitlines()[:1]])
             for config, outcome in self.outcomes
         )
+        hung = any(outcome.verdict is Verdict.TIMEOUT for _, outcome in self.outcomes)
+        way_out = hung * (
+            "\nIf it waits for another process, thread or stream, it gets no answer in a tuning "
+            f"process: SAFETUNE_LEAVE={kernel} leaves it to Triton"
+        )
         before = "" if measured else f" (stored results; `safetune clear {kernel}` deletes them)"
         super().__init__(
             f"none of the {len(self.outcomes)} configs of {kernel} works for {key}{before}:\n{rows}"
             f"\n`safetune show {kernel}` prints whole messages; "
-            'isolation="inline" runs the configs in this process, for a debugger'
+            f'isolation="inline" runs the configs in this process, for a debugger{way_out}'
         )
 
 
@@ -212,7 +235,7 @@ def with_nearest(names: Iterable[object], known: Iterable[str]) -> str:
 
 
 def from_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the program raised this while safetune ran: it is the program's.
+    """Whether a signal handler of the program raised this during a wait for a child or a store.
 
     Python calls a handler with the frame that it interrupts, the next outer one of the traceback.
     """

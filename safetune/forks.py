@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class cached_property(functools.cached_property[T]):  # noqa: N801
-    """That of Python 3.12. One before has a lock for all objects, which a fork may leave held."""
+    """Backport of Python 3.12's `cached_property`: no lock, which a fork could inherit locked."""
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         super().__init__(function)

@@ -14,9 +14,9 @@ import sys
 import threading
 import warnings
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from safetune.errors import SafetuneWarning, StoreWarning
+from safetune.errors import SafetuneWarning
 
 #: The only logger. SAFETUNE_LOG sets its level.
 logger = logging.getLogger("safetune")
@@ -55,11 +55,8 @@ LAUNCHERS = (
 def warn(text: str, category: type[SafetuneWarning], at: tuple[str, int] | None = None) -> None:
     """Warn at the line of the program that is running, or at the file and line `at`.
 
-    Where the program's filters make the warning an error, it is raised, except
-
-    - in a thread of safetune and at exit, where no code of the program would catch it, and
-    - if it is a `StoreWarning`, unless a filter names safetune: `-W error` is not meant to end a
-      run for the state of a disk.
+    Where the program's filters make the warning an error, it is raised, except in a thread of
+    safetune and at exit, where no code of the program would catch it.
     """
     frame = _frame_of_the_program()
     message = category(f"{prefix()}{text}")
@@ -71,14 +68,14 @@ def warn(text: str, category: type[SafetuneWarning], at: tuple[str, int] | None 
     try:
         warnings.warn_explicit(message, category, file, line, module, registry)
     except SafetuneWarning:
-        if frame is not None and not (category is StoreWarning and _by_a_general_filter(message)):
+        if frame is not None:
             raise
         warnings.showwarning(message, category, file, line)
 
 
 @functools.cache
 def warn_once(text: str, category: type[SafetuneWarning]) -> None:
-    """As `warn`, once for each text in this process."""
+    """Like `warn`, but at most once per message per process."""
     warn(text, category)
 
 
@@ -91,17 +88,6 @@ def _frame_of_the_program() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _by_a_general_filter(message: Warning) -> bool:
-    """Whether no filter for errors names safetune, by a class or by the message's beginning."""
-    family = StoreWarning.mro()[:2]  # up to SafetuneWarning
-    return not any(
-        action == "error"
-        and isinstance(message, kind)
-        and (kind in family or (text is not None and text.match(str(message))))
-        for action, text, kind, *_ in warnings.filters
-    )
 
 
 def prefix() -> str:
@@ -126,6 +112,12 @@ def _of_launcher(kind: Literal["rank", "local_rank"]) -> int | None:
     if distributed is not None and getattr(distributed, "is_initialized", bool)():
         return int(distributed.get_rank()) if distributed.get_world_size() > 1 else None
     return None
+
+
+def notebook() -> Any:
+    """Return IPython's shell where this process is the kernel of a notebook; else None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if hasattr(shell, "kernel") else None
 
 
 def one_line(text: str) -> str:

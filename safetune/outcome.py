@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
+from typing import NamedTuple
 
 from safetune.frozen import dataclass
 
@@ -12,7 +13,7 @@ from safetune.frozen import dataclass
 class Verdict(str, Enum):
     """The verdicts that a config can end with. Only a config with `OK` can be chosen.
 
-    Stored verdicts are open: `read` keeps a verdict that only a newer version knows.
+    Stored verdicts are open: one that only a newer version knows is kept.
     """
 
     OK = "ok"
@@ -33,14 +34,13 @@ class Verdict(str, Enum):
     NOT_JUDGED = "not_judged"
 
     @classmethod
-    def read(cls, text: str) -> Verdict:
-        """Return the verdict that was stored as `text`; an unknown one is kept, and is not OK."""
-        try:
-            return cls(text)
-        except ValueError:
-            unknown = str.__new__(cls, text)
-            unknown._name_, unknown._value_ = text.upper(), text
-            return unknown
+    def _missing_(cls, value: object) -> Verdict | None:
+        """Return a verdict that is unknown here, which is not OK."""
+        if not isinstance(value, str):
+            return None
+        unknown = str.__new__(cls, value)
+        unknown._name_, unknown._value_ = value.upper(), value
+        return unknown
 
     def __deepcopy__(self, memo: object) -> Verdict:
         return self  # Python 3.10 would look the value up, also an unknown one's
@@ -69,13 +69,23 @@ VIOLENT = frozenset(
     }
 )
 
+#: Verdicts of configs that crashed, hung, or did something else than the others.
+BUGS = VIOLENT | {Verdict.OUT_OF_BOUNDS, Verdict.WRONG_RESULT, Verdict.ORDER_DEPENDENT}
+
 #: Verdicts that are not the config's fault and may pass: never stored.
 TRANSIENT = frozenset({Verdict.NO_MEMORY})
 
 
-#: Verdicts that a wrong argument of the call may have caused: where no config works, a later
-#: process tries these configs again.
-OF_THE_CALL = frozenset({Verdict.LAUNCH_ERROR, Verdict.ILLEGAL_ACCESS, Verdict.OUT_OF_BOUNDS})
+#: Clean failures: they hold for calls of the same specialisation, the second ones for those of the
+#: same shapes, strides and scalars. Every other failure holds for the key, while some config works.
+OF_SPECIALISATION = frozenset({Verdict.COMPILE_ERROR, Verdict.OUT_OF_RESOURCES})
+OF_CALL = frozenset({Verdict.LAUNCH_ERROR, Verdict.OUT_OF_BOUNDS, Verdict.INVALID_TIME})
+
+#: Failures that hold for some calls of a key alone.
+OF_SCOPE = OF_SPECIALISATION | OF_CALL
+
+#: Failures that leave the device as it was: a launch in the caller fails in the same way, or works.
+HARMLESS = OF_SPECIALISATION | {Verdict.LAUNCH_ERROR, Verdict.INVALID_TIME}
 
 
 class Mark(str, Enum):
@@ -83,14 +93,17 @@ class Mark(str, Enum):
 
     Stored marks are open: a mark that only a newer version knows stays as it is.
 
-    CONTENDED: timed while the caller used the device; never shared.
+    CONTENDED: timed while the caller, or another program, used the device; never shared.
     REGENERATED: some float inputs were too large to copy and were drawn at random.
     UNOWNED: the kernel wrote bytes of a storage that no argument covers.
     DISPUTED: configs disagree about the result, and nothing shows which are right.
     OUTVOTED: of configs that disagree, the choice was made among others.
+    VARIES: by design, configs of other grids have other results: random numbers, program ids.
+    NOT_REPEATABLE: its launches leave other bits each time; chosen only where no other works.
     SAME_AS: compiled to the same code as another config, which was run for both.
     SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search.
     FIRST: the first of the configs that were declared, which Triton would launch untuned.
+    PINNED: of a choice: a person made it. It holds for every list of configs that has the config.
     """
 
     CONTENDED = "contended"
@@ -98,9 +111,12 @@ class Mark(str, Enum):
     UNOWNED = "unowned"
     DISPUTED = "disputed"
     OUTVOTED = "outvoted"
+    VARIES = "varies"
+    NOT_REPEATABLE = "not_repeatable"
     SAME_AS = "same_as"
     SEARCHED = "searched"
     FIRST = "first"
+    PINNED = "pinned"
 
     def of(self, reason: str) -> str:
         """Return this mark with a reason."""
@@ -112,8 +128,14 @@ class Mark(str, Enum):
         return next((reason or name for name, _, reason in found if name == self.value), "")
 
 
+#: The mark of what was timed while a `timing.Timer` found other work on the device.
+BUSY = Mark.CONTENDED.of("other work was on the device")
+
 #: Marks that say nothing of the time.
-_OF_RESULTS = (Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.SAME_AS, Mark.FIRST)
+_OF_RESULTS = (
+    *(Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.VARIES, Mark.NOT_REPEATABLE),
+    *(Mark.SAME_AS, Mark.FIRST),
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,10 @@ class Effects:
     atomics: bool = False  # whether there are atomic operations
     any_order: bool = False  # whether the result of one is used, as a slot to write to
     only_stored: tuple[str, ...] = ()  # the parameters through which it stores, and never reads
+    draws: bool = False  # whether it draws random numbers
+    #: Whether each launch leaves the same bits unless programs race: the whole text was read, and
+    #: there are no atomics, no assembly and no clock in it.
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,21 +168,25 @@ class Group:
     number: int  # the first config
     slot: int  # its place, in the file if it is small
     blocks: tuple[int, ...]  # the storages that it has written
-    #: For each compared tensor, which of a sample of its elements the first config writes, as bytes
-    #: in hexadecimal digits; empty where that is not known.
-    writes: tuple[str, ...] = ()
     sums: tuple[int, ...] = ()  # for each of `blocks` the checksum of what it holds then
+    written: tuple[int, ...] = ()  # see `OutputReport`
+
+
+class Difference(NamedTuple):
+    """How two tensors differ; all is 0 where they are the same."""
+
+    elements: int = 0  # that are further apart than right results may be
+    common: int = 0  # of these, the ones that both configs have written
+    fine: int = 0  # elements of both that are more than a few units in the last place apart
+    excess: float = 0.0  # the largest distance beyond the tolerance, over the typical size
 
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """How a result differs from a group's, for each compared tensor: see `compare.Difference`."""
+    """How a result differs from a group's."""
 
     group: int
-    excess: tuple[float, ...]
-    elements: tuple[int, ...]
-    #: How many of the sampled elements that both write differ; empty where that is not known.
-    common: tuple[int, ...] = ()
+    tensors: tuple[Difference, ...]  # one for each compared tensor
 
 
 @dataclass(frozen=True)
@@ -170,11 +200,14 @@ class OutputReport:
     new_group: Group | None = None  # that group, when this config is its first
     differences: tuple[GroupDifference, ...] = ()  # from the groups that it does not agree with
     spread: tuple[float, ...] = ()  # by tensor, the `excess` of a second run of it
-    stale: tuple[int, ...] = ()  # by tensor, over 0 if elements depend on what outputs held before
     written: tuple[int, ...] = ()  # by tensor, the number of elements it writes
+    sums: tuple[int, ...] = ()  # by tensor, the checksum of its storage
     unowned: tuple[str, ...] = ()  # arguments beside whose elements it wrote, in bytes of none
     difference: str = ""  # from the largest group, in words; empty if it does not differ
 
+
+#: An outcome names this many earlier tunings at most.
+_MOST_TUNINGS = 7
 
 #: Launches of one config differ by this ratio only where something held some of them up.
 _HELD_UP = 1.4
@@ -184,8 +217,9 @@ _HELD_UP = 1.4
 class Timing:
     """The time of one config, in milliseconds, over `count` launches.
 
-    `stage` is `screen` (all configs), `coarse` (of one that is far slower than the best), `final`
-    (rounds of the best) or `do_bench` (the user's own).
+    `stage` is `screen` (every config), `coarse` (a config far slower than the best), `final`
+    (rounds of the best), `graph` or `hot` (the same, as replays: see `settings.MeasurePolicy`) or
+    `do_bench` (the user's own).
     """
 
     median_ms: float
@@ -196,8 +230,16 @@ class Timing:
 
     @property
     def undisturbed_ms(self) -> float:
-        """The median; that of the fast launches where the host held some up, as by compiling."""
+        """The median, without launches that the host delayed, for example by compiling."""
         return self.p20_ms if self.p80_ms > _HELD_UP * self.p20_ms else self.median_ms
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The call with which a config was tried, as digests: see `inputs.call.scopes_of`."""
+
+    special: str  # its specialisation, and what heuristics set for the config
+    call: str  # that, and its shapes, strides, scalars and grid
 
 
 @dataclass(frozen=True)
@@ -212,6 +254,13 @@ class Outcome:
     gpu_uuid: str = ""  # the GPU that measured it; empty in the interpreter
     marks: tuple[str, ...] = ()  # `Mark` values, with or without a reason
     judged: int = 0  # how many configs have this result, itself included; 0 until that is known
+    #: The tunings that have timed it, with the median of each in milliseconds (`name=1.25`), the
+    #: one that its time is from last. Only times of one tuning are compared.
+    tunings: tuple[str, ...] = ()
+    scope: Scope | None = None  # of the call that it was seen with; None where that is not known
+    #: Its time in a final that was timed as replays. `timing` is that of its screening then: the
+    #: two are never compared.
+    final: Timing | None = None
 
     @property
     def ok(self) -> bool:
@@ -223,19 +272,67 @@ class Outcome:
         return any(text.partition(":")[0] == mark.value for text in self.marks)
 
     @property
+    def runs(self) -> bool:
+        """Whether the config has run, though its result may not be judged yet."""
+        return self.verdict in (Verdict.OK, Verdict.NOT_JUDGED)
+
+    @property
+    def clean(self) -> bool:
+        """Whether it is a failure that another call of the key may not have."""
+        return self.verdict in OF_SCOPE
+
+    def holds_for(self, scope: Scope, some_work: bool) -> bool:
+        """Whether a failure holds for a call, too.
+
+        Args:
+            some_work: whether some config works for the key.
+        """
+        if self.scope is None:
+            return True
+        if self.verdict in OF_SPECIALISATION:
+            return self.scope.special == scope.special
+        return self.scope.call == scope.call or (some_work and not self.clean)
+
+    @property
+    def took_down(self) -> bool:
+        """Whether its machine, or the process of the caller, went down while it ran."""
+        return self.verdict is Verdict.DIED and self.detail in ("machine", "process")
+
+    @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended its process. safetune did not send it, and one may be by chance."""
-        return self.detail == "SIGKILL"
+        """Whether a signal that safetune did not send ended its process.
+
+        It may be accidental: from the out-of-memory killer, or from whoever stops the job.
+        """
+        died = self.verdict in (Verdict.DIED, Verdict.COMPILE_CRASH)
+        return died and self.detail.lower().startswith("sig")  # `SIGTERM`, or `signal 35`
 
     @property
     def shareable(self) -> bool:
-        """Whether its time holds on other nodes, too; not if it has a mark that is unknown here."""
+        """Whether its time holds on other nodes; False if a mark is unknown to this version."""
         names = {text.partition(":")[0] for text in self.marks}
         return names <= {mark.value for mark in _OF_RESULTS}
+
+    def times(self) -> dict[str, float]:
+        """Return the median of each tuning that has timed it, by the tuning's name."""
+        named = (entry.partition("=") for entry in self.tunings)
+        times = {name: float(median_ms) for name, _, median_ms in named}
+        return times or ({} if self.timing is None else {"": self.timing.median_ms})
+
+    def timed_in(self, tuning: str) -> Outcome:
+        """Return the outcome with its time as that of a tuning; the last earlier ones are kept."""
+        assert self.timing is not None
+        earlier = [entry for entry in self.tunings if not entry.startswith(f"{tuning}=")]
+        now = f"{tuning}={self.timing.median_ms!r}"
+        return replace(self, tunings=(*earlier[-_MOST_TUNINGS:], now))
 
     def with_marks(self, marks: Iterable[str]) -> Outcome:
         """Return the outcome with more marks; those that it has already are not repeated."""
         return replace(self, marks=tuple(dict.fromkeys((*self.marks, *marks))))
+
+    def without(self, mark: str) -> tuple[str, ...]:
+        """Return the marks but one."""
+        return tuple(text for text in self.marks if text != mark)
 
     def unmarked(self, *marks: Mark) -> Outcome:
         """Return the outcome without these marks."""

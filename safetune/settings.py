@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
@@ -55,19 +55,38 @@ class Isolation(str, Enum):
     INLINE = "inline"
 
 
-class CaptureMissPolicy(str, Enum):
-    """Whether a key without a choice launches a fallback, or raises, under graph capture."""
+class MissPolicy(str, Enum):
+    """What a key without a choice does, whatever the mode says.
+
+    FALLBACK: launch a fallback, and never tune.
+    WARN: as the mode says, with a warning.
+    ERROR: raise `MissError`.
+    """
 
     FALLBACK = "fallback"
+    WARN = "warn"
     ERROR = "error"
+
+
+class MeasurePolicy(str, Enum):
+    """How the fastest configs of a short kernel are timed, once screening has found them.
+
+    EVENTS: each launch between two events, from a cold L2 cache.
+    GRAPH: as replays of a CUDA graph, over copies of the arguments in turn.
+    HOT: as replays of a CUDA graph on the same arguments, which the L2 cache may hold.
+    """
+
+    EVENTS = "events"
+    GRAPH = "graph"
+    HOT = "hot"
 
 
 #: Every variable that is read here or by the tests.
 VARIABLES = frozenset(
     f"SAFETUNE_{name}"
     for name in (
-        *("CACHE_DIR", "CAPTURE_MISS", "COPY_LIMIT", "EXPERIMENTAL_HIP", "FAST_LAUNCH", "INSTALL"),
-        *("KEEP", "LOG", "MODE", "PACKS", "PHANTOM", "RECORD_VALUES", "SHARED", "WAIT"),
+        *("BUDGET", "CACHE_DIR", "COPY_LIMIT", "FAILURES", "FAST_LAUNCH", "INSTALL"),
+        *("LEAVE", "LOG", "MEASURE", "MODE", "ON_MISS", "PACKS", "PHANTOM", "SHARED", "WAIT"),
         *("TEST_EXAMPLES", "TEST_FULL", "TEST_LAUNCHES", "TEST_TENTH"),
     )
 )
@@ -122,6 +141,61 @@ def parse_keep(name: str, value: str) -> frozenset[tuple[str, str]]:
                 "my_package.my_module.my_kernel:NB where several kernels have that name"
             )
     return frozenset((kernel, kept) for kernel, _, kept in pairs)
+
+
+def parse_kernels(name: str, value: str) -> frozenset[str]:
+    """Return the names in `module.kernel,...`, where `*` is any text; raises `InvalidSetting`."""
+    names = frozenset(part.strip() for part in value.split(",") if part.strip())
+    if wrong := sorted(part for part in names if not re.fullmatch(r"[\w.<>*?]+", part)):
+        raise InvalidSetting(
+            f"{name} has {wrong[0]!r}, which is not the name of a kernel; give my_kernel, "
+            "my_package.my_module.my_kernel, or my_package.* for all of a package"
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """What the search for one key may take: a number of configs in all, or seconds at a time."""
+
+    configs: int | None = None
+    seconds: float = math.inf
+
+    @classmethod
+    def parse(cls, owner: str, budget: object) -> SearchBudget | None:
+        """Return a budget as it is written: `200` configs, or a time as `90s`, `5m` and `1h`.
+
+        None, for all configs, stays None.
+
+        Raises:
+            InvalidSetting: it is neither; `owner` says where it was written.
+        """
+        if budget is None or isinstance(budget, cls):
+            return budget
+        text = "" if isinstance(budget, bool) else str(budget).strip()
+        match = re.fullmatch(r"(\d+|\d*\.\d+)([smh]?)", text)
+        number = float(match[1]) if match else 0.0
+        if match and match[2] and 0 < number < math.inf:
+            return cls(seconds=number * _UNITS_S[match[2]])
+        if match and number >= 1 and number.is_integer():
+            return cls(configs=int(number))
+        raise InvalidSetting(
+            f"budget={budget!r} of {owner} is neither a number of configs, e.g. 200, nor a time, "
+            "e.g. '90s', '5m' or '1h'"
+        )
+
+    def remaining(self, tried: int, new: int, elapsed_s: float) -> int:
+        """Return how many configs more may be measured; of seconds, as fast as until now.
+
+        Args:
+            tried, new: the configs with an outcome, and those of them tried in `elapsed_s`.
+        """
+        if self.configs is not None:
+            return self.configs - tried
+        return int((self.seconds - elapsed_s) * new / elapsed_s) if new else sys.maxsize
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class SharedKind(str, Enum):
@@ -180,21 +254,50 @@ def display_url(url: str) -> str:
     return f"{scheme}://{re.split('[?#]', location)[0]}"
 
 
-def without_password(text: str, url: str) -> str:
-    """Return a message about a URL, or other words where it may have a part of the password.
+#: What a server means by an SQLSTATE.
+_REFUSALS = {
+    "25006": "the server only reads",
+    "28000": "the server does not let this user in",
+    "28P01": "the server refuses the password",
+    "3D000": "the server has no such database",
+    "42501": "permission denied",
+    "42P01": "the database has no such table",
+    "53100": "the server has no disk space left",
+    "53300": "the server has no connection left",
+    "57014": "the server took too long",
+    "57P01": "the server has ended the connection",
+}
 
-    A library may take a part of the password for something else, such as the host, and name it.
+
+#: The same where there is no connection, and so no SQLSTATE: by a part of the driver's text.
+_NO_CONNECTION = {
+    "Connection refused": "nothing listens there",
+    "too many clients": _REFUSALS["53300"],
+    "password authentication failed": _REFUSALS["28P01"],
+    "role ": "unknown user",
+    "database ": _REFUSALS["3D000"],
+    "certificate": "its certificate is missing or not accepted",
+    "SSL": "the server and this process do not agree on SSL",
+    "timeout": "it does not answer in time",
+    "translate host name": "unknown host",
+}
+
+
+def driver_error(error: BaseException) -> str:
+    """Return what is shown of a driver's error: a sentence of ours, its class and its SQLSTATE.
+
+    Its own text may have a part of the password in it, taken for something else.
     """
-    from urllib.parse import unquote
-
-    rest = url.partition("://")[2]
-    before = rest.rpartition("@")[0]
-    given = [before.partition(":")[2], *re.split("password=", rest, flags=re.IGNORECASE)[1:]]
-    secret = rest if re.search("[/?#]", before) else " ".join(given).strip()
-    parts = {secret, *re.split(r"\W+", secret), *re.split(r"\W+", unquote(secret))}
-    if any(part in text for part in parts if part):
-        return "the reason is not shown, as it may have a part of the password in it"
-    return text
+    code, number = getattr(error, "sqlstate", None), getattr(error, "errno", None)
+    if isinstance(number, int):
+        sentence = os.strerror(number)
+    elif code:
+        sentence = _REFUSALS.get(str(code), "")
+    else:
+        text = str(error)
+        sentence = next((ours for part, ours in _NO_CONNECTION.items() if part in text), "")
+    name = f"{type(error).__name__} {code}" if code else type(error).__name__
+    return f"{sentence} ({name})" if sentence else name
 
 
 @dataclass(frozen=True)
@@ -212,40 +315,73 @@ class Settings:
     wait_s: float = 120.0  # that this process waits in total for tunings of other processes
     shared: str = ""  # a URL; empty for none
     local_world_size: int = 1  # LOCAL_WORLD_SIZE, of torchrun: the processes on this node
-    capture_miss: CaptureMissPolicy = CaptureMissPolicy.FALLBACK
+    on_miss: MissPolicy | None = None  # None: as the mode says
     fast_launch: bool = True
-    keep: frozenset[tuple[str, str]] = frozenset()  # (kernel, name): they stay in the kernel's key
+    leave: frozenset[str] = frozenset()  # the kernels that are left to Triton
+    budget: SearchBudget | None = None  # of kernels without one of their own
+    failures: Path | None = None  # a list of configs that are not tried
     log_level: int | None = None  # None: the program's
-    experimental_hip: bool = False  # whether configs are tried in processes on AMD GPUs, too
-    record_values: bool = False  # whether Mode.RECORD stores the values of integer tensors
+    measure: MeasurePolicy | None = None  # None: not given, and as EVENTS
+
+    def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
+        """Return the policy of a tuner that has `on_miss` for a key without a choice."""
+        return on_miss or self.on_miss
+
+    def measure_of(self, measure: MeasurePolicy | None) -> MeasurePolicy | None:
+        """Return how a tuner that has `measure` times short kernels; None where nothing says."""
+        return measure or self.measure
+
+    def tunes(self, on_miss: MissPolicy | None) -> bool:
+        """Whether a tuner that has `on_miss` tunes a key, at once or in the background."""
+        tuned = self.mode in (Mode.TUNE, Mode.BACKGROUND)
+        return tuned and self.policy_of(on_miss) in (None, MissPolicy.WARN)
 
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), _mode)
+        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), _configured)
         if found.log_level != _log_level_set:
             _set_log_level(found.log_level)
         return found
 
 
-#: The mode without SAFETUNE_MODE.
-_mode = Mode.TUNE
+class _Configured(NamedTuple):
+    """The mode and the policies where the environment does not say."""
+
+    mode: Mode = Mode.TUNE
+    on_miss: MissPolicy | None = None
+    measure: MeasurePolicy | None = None
 
 
-def configure(*, mode: str) -> None:
-    """Set the mode of this process where SAFETUNE_MODE is not set: a library does for its users.
+_configured = _Configured()
 
-    It holds for launches whose config is not decided yet, of all kernels; the last call counts.
+
+def configure(
+    *, mode: str | None = None, on_miss: str | None = None, measure: str | None = None
+) -> None:
+    """Set the mode of this process, or a policy of it, unless the environment sets it.
+
+    It applies to launches of all kernels whose config is not decided yet. The last call counts; an
+    omitted argument changes nothing.
 
     Args:
-        mode: as SAFETUNE_MODE. With `off`, a launch uses the first config that pruning leaves, and
-            nothing is looked up, stored or started.
+        mode: like SAFETUNE_MODE. With `off`, a launch uses the first config that pruning leaves,
+            and nothing is looked up, stored or started.
+        on_miss: like SAFETUNE_ON_MISS.
+        measure: like SAFETUNE_MEASURE.
 
     Raises:
-        InvalidSetting: there is no such mode.
+        InvalidSetting: unknown mode or policy.
     """
-    global _mode
-    _mode = parse_choice(Mode, "mode", mode)
+    global _configured
+    given: dict[str, Any] = {}
+    if mode is not None:
+        given["mode"] = parse_choice(Mode, "mode", mode)
+    if on_miss is not None:
+        given["on_miss"] = parse_choice(MissPolicy, "on_miss", on_miss)
+    if measure is not None:
+        given["measure"] = parse_choice(MeasurePolicy, "measure", measure)
+    _configured = _configured._replace(**given)
 
 
 #: All that the settings depend on, beside torch.distributed and `configure`.
@@ -253,20 +389,25 @@ _READ = (*sorted(VARIABLES), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME", "XDG_CACH
 
 
 @functools.lru_cache(maxsize=16)
-def _settings(values: tuple[str | None, ...], ranks: int, mode: Mode) -> Settings:
+def _settings(values: tuple[str | None, ...], ranks: int, configured: _Configured) -> Settings:
     """Return the settings for the values of `_READ`: a library has hundreds of tuners."""
     _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
     given = {name: value for name, value in zip(_READ, values, strict=True) if value}
     get = given.get
     world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
+    policy, measure = get("SAFETUNE_ON_MISS"), get("SAFETUNE_MEASURE")
+    failures = get("SAFETUNE_FAILURES")
     return Settings(
-        mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", mode.value)),
+        mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", configured.mode.value)),
         phantom=parse_choice(PhantomPolicy, "SAFETUNE_PHANTOM", get("SAFETUNE_PHANTOM", "drop")),
         cache_dir=_directory(get("SAFETUNE_CACHE_DIR") or _default_cache_dir()),
         world_size=world_size,
-        capture_miss=parse_choice(
-            CaptureMissPolicy, "SAFETUNE_CAPTURE_MISS", get("SAFETUNE_CAPTURE_MISS", "fallback")
-        ),
+        on_miss=parse_choice(MissPolicy, "SAFETUNE_ON_MISS", policy)
+        if policy
+        else configured.on_miss,
+        measure=parse_choice(MeasurePolicy, "SAFETUNE_MEASURE", measure)
+        if measure
+        else configured.measure,
         copy_limit=parse_size("SAFETUNE_COPY_LIMIT", get("SAFETUNE_COPY_LIMIT", "2GiB")),
         packs=tuple(
             _directory(part) for part in get("SAFETUNE_PACKS", "").split(os.pathsep) if part
@@ -274,11 +415,9 @@ def _settings(values: tuple[str | None, ...], ranks: int, mode: Mode) -> Setting
         shared=check_url(get("SAFETUNE_SHARED", "")),
         local_world_size=_number(given, "LOCAL_WORLD_SIZE", world_size),
         wait_s=parse_seconds("SAFETUNE_WAIT", get("SAFETUNE_WAIT", "120")),
-        keep=parse_keep("SAFETUNE_KEEP", get("SAFETUNE_KEEP", "")),
-        record_values=_switch("SAFETUNE_RECORD_VALUES", get("SAFETUNE_RECORD_VALUES", "0")),
-        experimental_hip=_switch(
-            "SAFETUNE_EXPERIMENTAL_HIP", get("SAFETUNE_EXPERIMENTAL_HIP", "0")
-        ),
+        leave=parse_kernels("SAFETUNE_LEAVE", get("SAFETUNE_LEAVE", "")),
+        budget=SearchBudget.parse("SAFETUNE_BUDGET", get("SAFETUNE_BUDGET")),
+        failures=_directory(failures) if failures else None,
         fast_launch=_switch("SAFETUNE_FAST_LAUNCH", get("SAFETUNE_FAST_LAUNCH", "1")),
         log_level=_log_level(get("SAFETUNE_LOG")),
     )
@@ -311,6 +450,15 @@ def installs() -> bool:
     return _switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
 
 
+#: `safetune run --keep` hands its pairs to every process of the program. It is not for users.
+RUN_KEEP = "_SAFETUNE_RUN_KEEP"
+
+
+def kept_by_run() -> frozenset[tuple[str, str]]:
+    """Return the pairs that `safetune run --keep` was given."""
+    return parse_keep("--keep", os.environ.get(RUN_KEEP, ""))
+
+
 def _switch(name: str, value: str) -> bool:
     if value not in ("0", "1"):
         raise InvalidSetting(f"{name}={value!r} is not known; use one of: 0, 1")
@@ -334,7 +482,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
     """Return the number in a variable that a launcher sets, not ours."""
     text = given.get(name, str(default))
     if not (text.isdecimal() and int(text) > 0):
-        _warn(f"{name}={text!r} is not a number of processes; safetune takes it as {default}")
+        _warn(f"{name}={text!r} is not a positive integer; using {default}")
         return default
     return int(text)
 
@@ -346,7 +494,7 @@ def _warn(text: str) -> None:
 
 def _warn_of_unknown(names: frozenset[str]) -> None:
     if names:
-        _warn(f"{with_nearest(sorted(names), VARIABLES)} is set; there is no such variable")
+        _warn(f"unknown setting {with_nearest(sorted(names), VARIABLES)}")
 
 
 def _working_directory() -> str:

@@ -1,6 +1,6 @@
-"""What Triton's compiler and its disk cache do for a tuning, and what the cache says of a config.
+"""The use of Triton's compiler and its disk cache for a tuning.
 
-Like `triton_internals`, which has the rest, this reaches behind Triton's public face.
+Like `triton_internals`, which has the rest, this uses private parts of Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from safetune.outcome import Binary
 
-#: Options of which all that a launch sees is the code that they make.
+#: Options that affect a launch only through the code that they make.
 _ONLY_CODE = ("hash", "num_stages", "maxnreg")
 #: The first capability with tensor maps.
 _HAS_TENSOR_MAPS = 90
@@ -42,7 +42,7 @@ _SHARED_BYTES = "safetune.shared_bytes"
 
 
 def cached_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Binary | None:
-    """Return what `compiled_binary` would, if the disk cache has it."""
+    """Return the result of `compiled_binary`, if the disk cache has it."""
     from triton import knobs
 
     if knobs.compilation.always_compile:
@@ -74,7 +74,7 @@ def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Bi
     from triton.runtime.errors import OutOfResources
 
     *_, options, target = spec
-    # In place of the driver: kernels may ask what they are compiled for.
+    # In place of the driver: kernels may ask for their target.
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     if found := cached_binary(jit, spec, most_shared):
         return found
@@ -128,7 +128,7 @@ def _build_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
     descriptors = sum(str(kind).startswith("tensordesc") for kind in signature.values())
     maps = [dict[str, int]()] * descriptors if target.arch >= _HAS_TENSOR_MAPS else None
     metadata = SimpleNamespace(**vars(_NO_SCRATCH), tensordesc_meta=maps)
-    with contextlib.suppress(Exception):  # the launch says what is wrong
+    with contextlib.suppress(Exception):  # the launch raises the error
         nvidia.CudaLauncher(source, metadata)
 
 
@@ -174,7 +174,7 @@ def compiling_for(target: Any, properties: Mapping[str, int]) -> Iterator[None]:
 
 
 def forget_binaries(jit: Any) -> None:
-    """Have a kernel ask for its target, and look for its binaries, anew."""
+    """Make a kernel ask for its target, and look for its binaries, again."""
     jit.device_caches.clear()
 
 

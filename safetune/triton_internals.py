@@ -1,7 +1,7 @@
-"""Everything that reaches behind Triton's public face: a new Triton is checked against this file.
+"""Every use of private parts of Triton: a new Triton is checked against this file.
 
-Supported are Triton 3.6 to 3.9. A difference between them is told by the feature itself where it
-can be, else by `version`. tests/test_triton_internals.py pins each function here, and
+Triton 3.6 to 3.9 are supported. A difference between them is detected by the feature itself if
+possible, else by `version`. tests/test_triton_internals.py pins each function here, and
 `make test-internals` runs it on the oldest Triton.
 
 Triton is imported when a function is called: `safetune list` works without it.
@@ -184,7 +184,7 @@ backend_hashes: dict[tuple[str, Any], str] = {}
 
 
 def backend_hash(target: Any) -> str:
-    """Return what a back end said of itself when it was first asked, e.g. the version of ptxas."""
+    """Return a back end's description of itself at the first request, e.g. ptxas's version."""
     from triton.compiler.compiler import make_backend
 
     found = str(make_backend(target).hash())
@@ -360,10 +360,40 @@ def before_first_tuner(act: Callable[[], object]) -> None:
     Autotuner.__init__ = act_first
 
 
+#: Methods of Triton's tuner class that a framework may replace to choose configs itself.
+_POLICIES = ("run", "_bench", "prune_configs", "check_disk_cache", "do_bench")
+
+#: Replacements by `replace_tuner_methods`, and the methods they replaced.
+_beneath: dict[Function, Function] = {}
+
+
+def _tuner_method(name: str) -> Any:
+    """Return a method of Triton's tuner class as it was before safetune replaced it."""
+    from triton.runtime.autotuner import Autotuner
+
+    method = vars(Autotuner).get(name)
+    method = getattr(method, "func", method)  # of a cached property
+    return _beneath.get(method, method)
+
+
+def replaced_methods() -> dict[str, Function]:
+    """Return the methods of Triton's tuner class that something else than safetune has replaced."""
+    from triton.runtime import autotuner
+
+    own = vars(autotuner)
+    methods = {name: _tuner_method(name) for name in _POLICIES}
+    return {
+        name: method
+        for name, method in methods.items()
+        if method is not None and getattr(method, "__globals__", None) is not own
+    }
+
+
 def replace_tuner_methods(run: Function, bench: Function) -> None:
     """Replace `run` and `_bench` of Triton's own tuner class, which other libraries extend."""
     from triton.runtime.autotuner import Autotuner
 
+    _beneath[run], _beneath[bench] = _tuner_method("run"), _tuner_method("_bench")
     Autotuner.run, Autotuner._bench = run, bench
 
 

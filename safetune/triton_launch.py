@@ -1,4 +1,4 @@
-"""The part of `triton_internals` for launches: the launcher, what may be in its way, allocators."""
+"""The part of `triton_internals` for launches: the launcher, obstacles to its use, allocators."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def launcher(kernel: Any, with_scratch: Function) -> Launcher | None:
     return Launcher(run.launch, (*start, packed, *hooks, *ends), True)
 
 
-def repeated(run: Function, kernel: Any) -> Function | None:
+#: The place of the stream among the arguments of a launcher.
+STREAM = 3
+
+
+def repeated(run: Function, kernel: Any) -> functools.partial[Any] | None:
     """Return what makes the launch of a compiled kernel that Triton makes when `run` is called.
 
     Here `run` is called up to that launch. None where it would not be one launch of this kernel.
@@ -113,7 +117,7 @@ def in_the_way() -> str:
 
 
 def switches(jit: Any) -> tuple[Any, ...]:
-    """Return the values that the first expression compares, but for hooks."""
+    """Return the values that the first expression compares, except hooks."""
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
 
@@ -168,7 +172,7 @@ def _fpsan(compilation: Mapping[str, Any]) -> Any:
 
 
 def _getenv() -> Function:
-    """Return what Triton 3.9 reads the environment with: it sees `os.putenv` too."""
+    """Return the function with which Triton 3.9 reads the environment: it sees `os.putenv` too."""
     from triton import knobs
 
     return getattr(knobs, "getenv", os.environ.get)
@@ -276,25 +280,3 @@ def use_device_without_torch(index: int, capability: tuple[int, int]) -> None:
             self.get_device_capability = lambda device=index: capability
 
     driver.set_active(Driver())
-
-
-def use_amd_device_without_torch(index: int) -> None:
-    """Have Triton launch on the default stream of one AMD GPU, and ask torch for nothing."""
-    from triton.backends.amd.driver import HIPDriver, HIPLauncher, HIPUtils
-    from triton.runtime import driver
-
-    class Driver(HIPDriver):
-        def __init__(self) -> None:
-            self.utils, self.launcher_cls = HIPUtils(), HIPLauncher
-            self.get_current_device = lambda: index
-            self.set_current_device = lambda device: None
-            self.get_current_stream = lambda device: 0
-
-    driver.set_active(Driver())
-
-
-def hip_library() -> str:
-    """Return the path of the HIP library that launches use; raises where Triton finds none."""
-    from triton.backends.amd import driver
-
-    return str(driver._get_path_to_hip_runtime_dylib())

@@ -14,9 +14,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from safetune.both import backend
 from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import pack_for_compiler
-from safetune.isolation import backend
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.outcome import Verdict
 
@@ -31,7 +31,6 @@ class FakeBackend:
 
     hidden: Mapping[str, str] = {"FAKE_VISIBLE_DEVICES": ""}
     torch_type = "cpu"
-    needs_torch = False
 
     def __init__(self, **answers: Any) -> None:
         self.__dict__.update(answers)

@@ -44,8 +44,6 @@ LEAK_TAG = f"{os.getpid()}-{uuid.uuid4().hex}"
 _COUNT_DEVICES = """
 import ctypes, os, sys
 count = ctypes.c_int(0)
-if hip := os.environ.get("TRITON_LIBHIP_PATH"):  # benchmarks/rocm.py sets it
-    sys.exit(ctypes.CDLL(hip).hipGetDeviceCount(ctypes.byref(count)) or not count.value)
 try:
     cuda = ctypes.CDLL("libcuda.so.1")
 except OSError:
@@ -171,12 +169,9 @@ def _interpreter_looks_for_builtins_once() -> None:
 
 @pytest.fixture(autouse=True)
 def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test's SAFETUNE_CACHE_DIR, not made yet; every other SAFETUNE_* variable is unset, but
-    for the one that benchmarks/rocm.py runs tests with.
-    """
+    """The test's SAFETUNE_CACHE_DIR, not made yet; every other SAFETUNE_* variable is unset."""
     for name in [name for name in os.environ if name.startswith("SAFETUNE_")]:
-        if name != "SAFETUNE_EXPERIMENTAL_HIP":
-            monkeypatch.delenv(name)
+        monkeypatch.delenv(name)
     directory = tmp_path_factory.mktemp("cache") / "safetune"
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(directory))
     return directory

@@ -8,7 +8,7 @@ import pytest
 import triton
 
 from safetune.config import OPTION_DEFAULTS, config_text, shown_options
-from safetune.lint.values import POSITIONS
+from safetune.lint.names import POSITIONS
 
 
 @pytest.mark.internals

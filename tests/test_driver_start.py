@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from triton.backends.compiler import GPUTarget
 
+from safetune.both import cuda_driver
 from safetune.errors import BackendError
-from safetune.isolation import cuda_driver
 from tests.backends import compiled_in_a_child
 from tests.conftest import ROOT, stop_servers
 
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 import safetune
-from safetune.isolation import cuda_driver
+from safetune.both import cuda_driver
 
 for name in safetune.__all__:
     getattr(safetune, name)

@@ -137,7 +137,7 @@ def test_a_child_collects_garbage_that_is_forked_while_another_thread_pauses_tha
 ) -> None:
     code = """
 import gc, os, threading
-from safetune.isolation import backend
+from safetune.both import backend
 
 paused, over = threading.Event(), threading.Event()
 

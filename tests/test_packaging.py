@@ -209,7 +209,7 @@ def test_archives_hold_what_they_should(built: dict[str, Path], sources: Path) -
     assert {f"kernels/{path.name}" for path in (sources / "kernels").glob("*.py")} <= in_sdist
     with zipfile.ZipFile(built["wheel"]) as archive:
         in_wheel = set(archive.namelist())
-    data = {"safetune/py.typed", "safetune/isolation/byte_kernels.ptx", "safetune/cache/probe.json"}
+    data = {"safetune/py.typed", "safetune/both/byte_kernels.ptx", "safetune/cache/probe.json"}
     assert data <= in_wheel
     for folder in ("safetune", "kernels", "cache"):
         package = "" if folder == "safetune" else "safetune/"
@@ -245,6 +245,55 @@ def test_the_citation_and_the_addresses_are_those_of_the_package() -> None:
     forms = (ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text(encoding="utf-8")
     for url in re.findall(r"https://\S+?(?=[\"\s])", project + forms):
         assert url.startswith(address), url
+
+
+@pytest.fixture
+def small_checkout(tmp_path: Path) -> Path:
+    """A committed project with the files that a release changes, and the release's program."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "release.py", tmp_path / ".ci")
+    for name in ("CITATION.cff", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n\n- A thing.\n")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "small"\nversion = "0.1.0"\n')
+    for command in (
+        "init -q",
+        "config user.name A",
+        "config user.email a@b",
+        "add -A",
+        "commit -qm 1",
+    ):
+        _checked(["git", *command.split()], cwd=tmp_path)
+    return tmp_path
+
+
+class TestRelease:
+    COMMAND = (sys.executable, ".ci/release.py", "0.2.0", "--no-isolation")
+
+    def test_one_command_builds_dates_commits_and_tags(self, small_checkout: Path) -> None:
+        said = _checked([*self.COMMAND], cwd=small_checkout).stdout
+
+        built = {path.name for path in (small_checkout / "dist" / "0.2.0").iterdir()}
+        assert built == {"small-0.2.0-py3-none-any.whl", "small-0.2.0.tar.gz"}
+        assert "\nversion: 0.2.0\n" in (small_checkout / "CITATION.cff").read_text()
+        changes = (small_checkout / "CHANGELOG.md").read_text()
+        assert re.search(
+            r"\[Unreleased\]\n\n## \[0\.2\.0\] - \d{4}-\d\d-\d\d\n\n- A thing", changes
+        )
+        assert _checked(["git", "describe"], cwd=small_checkout).stdout == "v0.2.0\n"
+        assert _checked(["git", "status", "--porcelain"], cwd=small_checkout).stdout == ""
+        assert "twine upload" in said.splitlines()[-1]
+
+    def test_a_build_that_fails_changes_nothing(self, small_checkout: Path) -> None:
+        (small_checkout / "setup.py").write_text("raise SystemExit(3)\n")
+        _checked(["git", "add", "-A"], cwd=small_checkout)
+        _checked(["git", "commit", "-qm", "2"], cwd=small_checkout)
+
+        done = subprocess.run(self.COMMAND, cwd=small_checkout, capture_output=True, check=False)
+
+        assert done.returncode != 0
+        assert _checked(["git", "status", "--porcelain"], cwd=small_checkout).stdout == ""
+        assert _checked(["git", "tag"], cwd=small_checkout).stdout == ""
 
 
 def test_every_extra_that_is_named_exists() -> None:

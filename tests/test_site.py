@@ -71,11 +71,30 @@ class TestSite:
 
         html = (site / "reference" / "commands.html").read_text(encoding="utf-8")
         for command in main.commands.values():
-            name = command.name  # of `explain`, which is another name of it: `show`
+            name = command.name
             assert f'id="safetune-{name}"' in html
             for parameter in command.params:
                 if parameter.param_type_name == "option" and not parameter.hidden:
                     assert f'id="cmdoption-safetune-{name}-{parameter.opts[0].lstrip("-")}"' in html
+
+    def test_options_and_quotes_are_as_they_were_written(self, site: Path) -> None:
+        """Smart quotes made an en dash of `--budget` outside of code, which no shell takes."""
+        changed = [
+            f"{page.relative_to(site)}: {text}"
+            for page in site.rglob("*.html")
+            for text in re.findall(r"[^<>]{0,20}[\u2013\u2014][a-z]\w*", page.read_text("utf-8"))
+        ]
+        assert not changed
+
+    def test_examples_are_code_to_copy(self, site: Path) -> None:
+        shown = (site / "reference" / "examples.html").read_text(encoding="utf-8")
+        for example in (DOCS / "examples").glob("*.*"):
+            assert f'id="{re.sub(r"[._]", "-", example.name)}"' in shown
+            assert len(example.read_text(encoding="utf-8").splitlines()) > 5
+        assert (
+            'href="reference/examples.html#unmodified-py"' in (site / "migrating.html").read_text()
+        )
+        assert (site / "_static" / "copybutton.js").exists()
 
     def test_nothing_is_fetched(self, site: Path) -> None:
         """A page opened from the disk, without network, is complete."""

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends import backends
-from triton.backends.amd import driver as amd
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -37,7 +36,7 @@ from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
 from safetune import triton_compile, triton_internals, triton_launch
-from safetune.isolation import backend
+from safetune.both import backend
 from safetune.keys.tuning_key import current_index
 from safetune.miss.resolve import why_not_isolated
 from tests.backends import launching_on
@@ -731,26 +730,11 @@ def test_a_process_without_torch_can_launch(monkeypatch: pytest.MonkeyPatch) -> 
     assert not hasattr(active.utils, "load_binary")
 
 
-def test_a_process_whose_torch_is_not_for_rocm_can_launch_on_an_amd_gpu(
+def test_replaced_methods_are_those_of_the_class_that_are_not_tritons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(amd, "HIPUtils", SimpleNamespace)
-    monkeypatch.setattr(driver, "_active", None)
-    triton_launch.use_amd_device_without_torch(1)
-    active = driver.active
-    assert (active.get_current_device(), active.get_current_stream(1)) == (1, 0)
-    assert active.launcher_cls is amd.HIPLauncher
-
-
-def test_launches_on_amd_gpus_use_the_library_that_a_variable_names(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    library = tmp_path / "libamdhip64.so"
-    library.touch()
-    monkeypatch.setenv("TRITON_LIBHIP_PATH", str(library))
-    amd._get_path_to_hip_runtime_dylib.cache_clear()
-    assert triton_launch.hip_library() == str(library)
-    amd._get_path_to_hip_runtime_dylib.cache_clear()
-    monkeypatch.setenv("TRITON_LIBHIP_PATH", str(tmp_path / "none.so"))
-    with pytest.raises(RuntimeError, match="does not point to a valid"):
-        triton_launch.hip_library()
+    assert dict(triton_internals.replaced_methods()) == {}
+    monkeypatch.setattr(autotuner.Autotuner, "run", lambda self, *args, **kwargs: None)
+    assert set(triton_internals.replaced_methods()) == {"run"}
+    monkeypatch.undo()
+    assert dict(triton_internals.replaced_methods()) == {}

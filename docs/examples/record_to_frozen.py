@@ -84,6 +84,9 @@ def two_layers() -> None:
 
 def two_layers_of_fla(tokens: int) -> None:
     """Run two layers of gated linear attention, forward and backward, three times."""
+    from safetune import install
+
+    install()  # before the library is imported
     import fla.layers
 
     layer = {"hidden_size": 512, "num_heads": 4}
@@ -143,23 +146,24 @@ def whole_way(folder: Path, options: argparse.Namespace) -> None:
     database, packs = folder / "recording" / "safetune.db", folder / "packs"
     flags = ["--fla", "--tokens", str(options.tokens)] if options.fla else []
     program = [sys.executable, HERE, "--run", *flags]
-    env = {**os.environ, "SAFETUNE_CACHE_DIR": str(database.parent), "SAFETUNE_INSTALL": "1"}
+    env = {**os.environ, "SAFETUNE_CACHE_DIR": str(database.parent)}
     step("record")
     subprocess.run(program, env={**env, "SAFETUNE_MODE": "record"}, check=True)
-    print(safetune_command("coverage", env=env))
     target = [] if options.fla else [HERE]
+    print(safetune_command("coverage", *target, env=env))
     devices = ["--devices", options.devices] if options.devices else []
     step("tune")
     tune_with_a_kill([*target, "--recorded", *devices], database, env)
-    safetune_command("pack", str(packs), env=env)
+    safetune_command("export", str(packs), env=env)
     serving = {**env, "SAFETUNE_CACHE_DIR": str(folder / "serving"), "SAFETUNE_PACKS": str(packs)}
     step("run frozen, with the packs alone")
     frozen_env = {**serving, "SAFETUNE_MODE": "frozen"}
     frozen = subprocess.run(program, env=frozen_env, stderr=subprocess.PIPE, text=True, check=False)
     assert frozen.returncode == 0, frozen.stderr
     assert "has no choice" not in frozen.stderr, frozen.stderr
-    print(safetune_command("coverage", "--calls", str(database), env=serving))
-    text = safetune_command("coverage", "--calls", str(database), "--json", env=serving)
+    words = ["coverage", *target, "--calls", str(database)]
+    print(safetune_command(*words, "--fail-under", "100", env=serving))
+    text = safetune_command(*words, "--json", env=serving)
     assert json.loads(text)["by_calls"]["pack"] == 1.0, text
     step("all calls have a choice in the packs")
 

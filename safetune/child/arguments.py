@@ -18,11 +18,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from safetune.both.device_bytes import Run, View
 from safetune.child import memory
-from safetune.child.tolerance import places
 from safetune.frozen import dataclass
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Layout, TensorSpec, itemsize
-from safetune.isolation.device_bytes import Run, View
 
 #: A guard band is a sixteenth of its storage, within these limits: the tail of a last tile falls
 #: within it, and the bands of many small arguments stay small.
@@ -30,13 +29,12 @@ _MIN_GUARD = 1 << 16
 _MAX_GUARD = 1 << 21
 #: Harmless in every type: tiny as a float, far from a valid index as an integer.
 _GUARD_BYTE = 0xA5
-#: What an output holds before a launch that should overwrite it: 1.5, which every float type has,
-#: or bytes, in tensors that nothing reads.
-_POISON = {"float64": 0x3FF8 << 48, "float32": 0x3FC00000, "float16": 0x3E00, "bfloat16": 0x3FC0}
-_NARROW_POISON = {"float8_e4m3fn": 0x3C, "float8_e4m3fnuz": 0x44, "float8_e5m2": 0x3E}
-_POISON |= {**_NARROW_POISON, "float8_e5m2fnuz": 0x42}
+#: What an output holds before a launch that reads none of it: a NaN that no computation leaves, or
+#: a byte that is repeated.
+_POISON = {"float64": 0x7FF8A5A5A5A5A5A5, "float32": 0x7FC5A5A5, "float16": 0x7EA5}
+_POISON |= {"bfloat16": 0x7FE5, "float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80}
+_POISON |= {"float8_e5m2": 0x7D, "float8_e5m2fnuz": 0x80}
 _POISON_BYTE = 0x5A
-_PROBES = 64
 #: The bytes of a block that are kept together, on the device or beside it.
 _PIECE = 1 << 28
 #: Bytes that change places at once.
@@ -65,7 +63,8 @@ class Block:
         guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
         self.spec = spec
         self.bytes = memory.bytes_on(spec.device)
-        self.live = Copy.like(spec, self.bytes.allocate, guard)
+        allocate = self.bytes.allocate_pinned if spec.is_pinned else self.bytes.allocate
+        self.live = Copy.like(spec, allocate, guard)
         held, (start, size) = self.live.memory, self.live.run
         self.guards = {
             "before": Run(held.address, start - held.address),
@@ -91,7 +90,7 @@ class Block:
         """Keep the caller's bits: on the device as far as there is room, and pinned beyond that."""
         self.written = True
         size = self.spec.size
-        if self.spec.device == memory.HOST or self._kept == size:
+        if self.spec.device == memory.HOST or self.spec.is_pinned or self._kept == size:
             return  # the memory file is as fast as memory of the host
         if self.spec.noise is not None:  # drawn again in less time than it takes from the host
             if self.bytes.has_room(size):
@@ -152,20 +151,10 @@ class Block:
         """Fill a copy from `begin` on, from pageable memory of the host."""
         address, size = target.run.address + begin, target.run.size - begin
         if target.memory.pinned:
+            self.bytes.wait(0)  # a kernel may still write to it
             ctypes.memmove(address, source, size)
         else:
             self.bytes.load(address, source, size)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Some elements of a view, which hold `poison` for one launch."""
-
-    block: Block
-    view: View
-    numbers: list[int]
-    values: list[int]
-    poison: int
 
 
 class Arguments:
@@ -208,17 +197,15 @@ class Arguments:
         address = start + view.byte_offset
         return View.of(address, itemsize(view.dtype), view.shape, view.stride)
 
-    def restore(self, but: Iterable[int] = ()) -> None:
+    def restore(self) -> None:
         """Put every byte back to what the caller had when tuning began.
 
-        The tensors `but` will be overwritten, and need not be put back.
+        `sums` are then those of what was there before.
         """
         if not self._known:
             self.find_written()
-        views = [self.views[index] for index in but]
-        covered = {view.block for view in views if self._is_whole_block(view)}
         for index, block in enumerate(self.blocks):
-            if self.sums[index] != self.pristine_sums[index] and index not in covered:
+            if self.sums[index] != self.pristine_sums[index]:
                 block.restore()
         self._known = False
 
@@ -255,49 +242,13 @@ class Arguments:
         """Overwrite these tensors."""
         self._known = False
         for index in tensors:
-            self.where(index).fill(self.elements(index), _poison_bits(self.views[index].dtype))
+            self.where(index).fill(self.elements(index), poison_of(self.views[index].dtype))
 
     def overwritten(self, tensors: Iterable[int]) -> dict[int, int]:
         """Return how many elements of these tensors no longer hold the poison."""
         wanted = list(tensors)
         found = self._on_each([(self.views[index].block, index) for index in wanted], self._unlike)
         return dict(zip(wanted, found, strict=True))
-
-    def sample_overwritten(self, index: int) -> str:
-        """Return which of a sample of a tensor's elements no longer hold the poison, as bytes in
-        hexadecimal digits.
-        """
-        view = self.elements(index)
-        values = self.where(index).gather(view, places(view.count))
-        poison = _poison_bits(self.views[index].dtype)
-        return bytes(value != poison for value in values).hex()
-
-    def plant_probes(self, tensors: Iterable[int]) -> list[Probe]:
-        """Overwrite a few elements of each of these that is not known as written."""
-        probes = []
-        for index in tensors:
-            spec, view = self.views[index], self.elements(index)
-            block = self.blocks[spec.block]
-            if 0 in spec.stride or 0 in spec.shape or block.written:
-                continue
-            last = view.count - 1
-            numbers = sorted({last * probe // (_PROBES - 1) for probe in range(_PROBES)})
-            values = block.bytes.gather(view, numbers)
-            probes.append(Probe(block, view, numbers, values, _poison_bits(spec.dtype)))
-        self._known = False
-        for probe in probes:
-            probe.block.bytes.scatter(
-                probe.view, probe.numbers, [probe.poison] * len(probe.numbers)
-            )
-        return probes
-
-    def collect_probes(self, probes: Sequence[Probe]) -> None:
-        """Restore the probed elements; a tensor in which one was overwritten is an output."""
-        for probe in reversed(probes):
-            held = probe.block.bytes.gather(probe.view, probe.numbers)
-            if not probe.block.written and any(value != probe.poison for value in held):
-                probe.block.keep_pristine()
-            probe.block.bytes.scatter(probe.view, probe.numbers, probe.values)
 
     def breached(self) -> list[tuple[int, str]]:
         """Return (block, `before` or `after`) for each guard band that has been written."""
@@ -343,7 +294,7 @@ class Arguments:
         return self.blocks[self.views[index].block].bytes
 
     def _unlike(self, where: Any, tensors: Sequence[int]) -> list[int]:
-        poisons = [_poison_bits(self.views[index].dtype) for index in tensors]
+        poisons = [poison_of(self.views[index].dtype) for index in tensors]
         return where.unlike(list(zip(map(self.elements, tensors), poisons, strict=True)))
 
     def _checksums(self) -> list[int]:
@@ -371,7 +322,8 @@ def _narrow(view: View) -> View:
     return View(view.address, 8, 2 * view.count, ((2, 1), *inner), 2 * view.step)
 
 
-def _poison_bits(dtype: str) -> int:
+def poison_of(dtype: str) -> int:
+    """Return the bits of an element that no launch has written."""
     if dtype not in FLOATS:
         return int.from_bytes(bytes([_POISON_BYTE] * itemsize(dtype)), "little")
     return _POISON[dtype]

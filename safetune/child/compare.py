@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from safetune.child.tolerance import Difference, places, share_of
+from safetune.child import tolerance
 from safetune.inputs.spans import FLOATS
+from safetune.outcome import Difference
 
 #: A quantised value may round the other way: 1 apart, in one of this many elements at most, and in
 #: a tensor whose values span more than this range. A mask of 0 and 1 is not quantised.
@@ -21,7 +22,6 @@ _ROUNDED_SHARE = 16
 _ROUNDED_RANGE = 8
 
 _SLICE = 1 << 22
-_SAMPLES = 4096
 _LINE_SAMPLES = 16
 _SHORT_LINE = 8
 #: The types of 1, 2, 4 and 8 bytes first.
@@ -33,14 +33,7 @@ def typical_size(tensor: torch.Tensor) -> float:
 
     Unlike a mean it is the same whether or not one element is huge.
     """
-    if not tensor.numel():
-        return 0.0
-    return float(_median(sample(tensor), 0).item())
-
-
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements, in one dimension: of the same places for every tensor of a shape."""
-    return _picked(tensor, _SAMPLES)
+    return float(_median(_picked(tensor, tolerance.SAMPLES), 0).item()) if tensor.numel() else 0.0
 
 
 def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
@@ -59,58 +52,71 @@ def difference(
     theirs: torch.Tensor,
     noise: float = 0.0,
     any_order: bool = False,
+    hole: int | None = None,
     slice_size: int = _SLICE,
 ) -> Difference:
     """Return how two tensors of the same shape differ beyond what rounding explains.
 
     Args:
         theirs: may be on another device.
-        noise: a difference that never counts, see `rounding`.
+        noise: a difference that never counts, see `tolerance.rounding`.
         any_order: the same values in another order are the same result: an atomic counter hands
             out slots in the order in which programs come.
+        hole: the integer where nothing was written; in floats it is NaN.
     """
-    found = _difference(mine, theirs, noise, slice_size)
+    found = _difference(mine, theirs, noise, hole, slice_size)
     if not (any_order and found.elements and mine.numel() <= slice_size):
         return found
     a, b = _sorted(mine), _sorted(theirs.to(mine.device))
-    return min(found, _difference(a, b, noise, slice_size, mine.dtype))
+    return min(found, _difference(a, b, noise, hole, slice_size, mine.dtype))
 
 
 def _difference(
     mine: torch.Tensor,
     theirs: torch.Tensor,
     noise: float,
+    hole: int | None,
     slice_size: int,
     dtype: torch.dtype | None = None,
 ) -> Difference:
     dtype = dtype or mine.dtype
-    largest, elements, rounded, size = 0.0, 0, 0, math.nan
+    name = str(dtype).removeprefix("torch.")
+    share, fine_share = tolerance.shares_of(name)
+    largest, elements, common, fine, rounded, typical = 0.0, 0, 0, 0, 0, math.nan
     for a, b in _pairs(mine, theirs, slice_size):
         distance = _distance(a, b)
         if not bool(distance.any()):
             continue
-        if math.isnan(size):
+        if math.isnan(typical):
             # Of one that is nearly all zeros, the few others would decide: the smaller size counts.
-            size = min(typical_size(mine), typical_size(theirs))
-        limit: torch.Tensor | float = 0.0
+            typical = min(typical_size(mine), typical_size(theirs))
+        limit = fine_limit = torch.zeros((), device=a.device)
         if a.is_floating_point():
-            share = share_of(str(dtype).removeprefix("torch."))
-            limit = share * b.abs() + (share * size + noise)
-            if bool(_beyond(distance, limit).any()):  # a row or column may have a scale of its own
+            size = limit + typical
+            if bool(_beyond(distance, fine_share * b.abs().clamp(min=typical) + noise).any()):
+                # A row or a column may have a scale of its own.
                 lines = [_line_sizes(part, tensor) for part, tensor in ((a, mine), (b, theirs))]
-                limit = limit + share * (torch.minimum(*lines) - size).clamp(min=0)
+                size = torch.minimum(*lines).clamp(min=typical)
+            limit = share * (b.abs() + size) + noise
+            fine_limit = fine_share * torch.maximum(b.abs(), size) + noise
         elif dtype in _QUANTISED:
             rounded += int((distance == 1).sum())
         beyond = _beyond(distance, limit)
+        both = _written(a, hole) & _written(b, hole)
+        fine += int((both & _beyond(distance, fine_limit)).sum())
         if bool(beyond.any()):
             elements += int(beyond.sum())
+            common += int((both & beyond).sum())
             over = (distance - limit)[beyond].double().nan_to_num(math.inf, math.inf)
             largest = max(largest, float(over.max()))
     if rounded == elements and _is_rounding(theirs, rounded, dtype):
         return Difference()
-    if not elements:
-        return Difference()
-    return Difference(largest / size if size else math.inf, elements)
+    excess = largest / typical if typical else math.inf
+    return Difference(elements, common, fine, excess if elements else 0.0)
+
+
+def _written(values: torch.Tensor, hole: int | None) -> torch.Tensor:
+    return ~torch.isnan(values) if values.is_floating_point() else values != hole
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -119,7 +125,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).abs().masked_fill(_same(a, b), 0)
 
 
-def _beyond(distance: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+def _beyond(distance: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     return ~((distance == 0) | ((distance <= limit) & torch.isfinite(distance)))
 
 
@@ -169,15 +175,11 @@ def _picked(tensor: torch.Tensor, count: int, dimensions: int | None = None) -> 
 
 @functools.lru_cache(64)
 def _places(shape: tuple[int, ...], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the indices of at most this many elements, in no order."""
-    return unravelled(torch.tensor(places(math.prod(shape), count), device=device), shape)
-
-
-def unravelled(flat: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return the indices of elements by their numbers.
+    """Return the indices of at most this many elements, in no order.
 
     `torch.unravel_index` imports sympy, which takes seconds in a child on a slow disk.
     """
+    flat = torch.tensor(tolerance.numbers_of(math.prod(shape), count), device=device)
     indices: list[torch.Tensor] = []
     for size in reversed(shape):
         indices.insert(0, flat % size)

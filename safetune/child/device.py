@@ -1,17 +1,19 @@
-"""What launches in a measuring child need of their device: times, and scratch memory."""
+"""The device of launches in a measuring child: times and scratch memory."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 from safetune import triton_launch
+from safetune.both.device_bytes import DeviceBytes, Run
+from safetune.both.device_memory import DeviceMemory
+from safetune.both.timing import Launch, Sample, Timer
 from safetune.inputs.memory_budget import FLUSH
-from safetune.isolation.device_bytes import DeviceBytes, Run
-from safetune.launch.timing import Launch, Sample, Timer
 
 #: What is overwritten before a launch: this many times the L2 cache, and at least so much that the
 #: launch is queued meanwhile.
@@ -23,6 +25,10 @@ _MOST_FLUSHES = 8
 _LATE, _IN_TIME = 2, 16
 #: A launch that takes this long was interrupted: to flush more often would not help the next ones.
 _STALL_S = 0.5e-3
+
+#: What one program reads to find out whether other work is on the device, how often, and how many
+#: times as long as the median one of them takes then.
+_WALKED_BYTES, _WALKS, _CUT_IN = 2 << 20, 10, 2.0
 
 
 class DeviceTimer(Timer):
@@ -37,34 +43,84 @@ class DeviceTimer(Timer):
         super().__init__(long_ms=math.inf)
         self._clock = clock
         self._events: list[int] = []
-        self._driver = where.driver
+        self._driver, self._where = where.driver, where
+        self._walked: DeviceMemory | None = None
         self._flushed = where.allocate(_flushed_bytes(where.l2_bytes()))
         self._flushes = 1
         self._were_late, self._in_a_row = False, 0
 
     def samples(self, launch: Launch, before: Launch, after: Launch, count: int) -> list[Sample]:
         """Return the times of `count` launches."""
-        driver, waited, flushed = self._driver, list[float](), self._flushed
+        flushed = self._flushed
+
+        def prepare() -> None:
+            before()
+            for _ in range(self._flushes):
+                self._driver.fill(flushed.address, 0, flushed.size // 4, width=4)
+
+        def done(is_late: bool, took_s: float) -> None:
+            if not is_late or took_s < _STALL_S:
+                self._give_time(is_late)
+            after()
+
+        return self._spans(launch, prepare, done, count)
+
+    def replays(self, replay: Launch, launches: int, count: int) -> list[Sample]:
+        """Return the times of one launch, from `count` replays of a graph of some launches.
+
+        Another replay, untimed, is queued in front of each: it brings caches to the state that they
+        are in within a replay, and the device is busy with it until the timed one is queued.
+        """
+        spans = self._spans(replay, replay, lambda is_late, took_s: None, count)
+        return [Sample(span.ms / launches, span.waited_ms / launches) for span in spans]
+
+    def _spans(
+        self, launch: Launch, prepare: Launch, done: Callable[[bool, float], None], count: int
+    ) -> list[Sample]:
+        """Return the times of `count` launches, each queued behind what `prepare` queues.
+
+        `done` is told whether the device was there first, and how long it took to queue the launch.
+        """
+        driver, waited = self._driver, list[float]()
         while len(self._events) < 2 * count:
             self._events.append(driver.event())
         pairs = list(zip(self._events[:count], self._events[count : 2 * count], strict=True))
         for start, end in pairs:
-            before()
-            for _ in range(self._flushes):
-                driver.fill(flushed.address, 0, flushed.size // 4, width=4)
+            prepare()
             began = self._clock()
             driver.record(start)
             launch()
             driver.record(end)
-            took = self._clock() - began
+            took_s = self._clock() - began
             is_late = driver.has_happened(start)
-            waited.append(1e3 * took if is_late else 0.0)
-            if not is_late or took < _STALL_S:
-                self._give_time(is_late)
-            after()
+            waited.append(1e3 * took_s if is_late else 0.0)
+            done(is_late, took_s)
         driver.synchronize()
         times = [driver.elapsed_ms(start, end) for start, end in pairs]
         return [*map(Sample, times, waited)]
+
+    def is_busy(self) -> bool:
+        """Whether other work is on the device now.
+
+        A device runs the work of one process at a time, each for a millisecond or more. So of
+        launches in a row that take a fifth of that, and are all alike, some take much longer, or
+        begin much later.
+        """
+        if self._walked is None:
+            self._walked = self._where.allocate(_WALKED_BYTES)
+        where, driver, run = self._where, self._driver, Run(self._walked.address, _WALKED_BYTES)
+        while len(self._events) <= _WALKS:
+            self._events.append(driver.event())
+        is_late = False
+        where.walk(run)  # the others are queued behind it
+        for event in self._events[:_WALKS]:
+            driver.record(event)
+            where.walk(run)
+            is_late |= driver.has_happened(event)
+        driver.record(self._events[_WALKS])
+        driver.synchronize()
+        spans = [*map(driver.elapsed_ms, self._events[:_WALKS], self._events[1 : _WALKS + 1])]
+        return not is_late and max(spans) > _CUT_IN * statistics.median(spans)
 
     def _give_time(self, is_late: bool) -> None:
         """Set how long the device is busy before the next launch, which is queued meanwhile."""
@@ -73,6 +129,14 @@ class DeviceTimer(Timer):
         if self._in_a_row == (_LATE if is_late else _IN_TIME):
             flushes = 2 * self._flushes if is_late else self._flushes // 2
             self._flushes, self._in_a_row = min(max(flushes, 1), _MOST_FLUSHES), 0
+
+    def disturb(self) -> None:
+        """Overwrite memory on another stream, beside the next launch: programs come in another
+        order then, and races that an idle device hides show.
+        """
+        words, beside = self._flushed.size // 4, self._where.side_stream
+        for _ in range(_MOST_FLUSHES):
+            self._driver.fill(self._flushed.address, 0, words, width=4, stream=beside)
 
     def synchronize(self) -> None:
         """Wait until every launch is done; raises what a launch has done to the context."""
@@ -98,13 +162,13 @@ class Scratch:
 
     def __init__(self, where: DeviceBytes) -> None:
         self._where = where
-        self._memory: Any = where.allocate(0)
+        self.memory: Any = where.allocate(0)
 
     def allocate(self, size: int, alignment: int, stream: int | None) -> int:
         """Return an address; an allocator as Triton defines them."""
-        if self._memory.size < size + alignment:
-            self._memory = self._where.allocate(size + alignment)
-        address = int(self._memory.address)
+        if self.memory.size < size + alignment:
+            self.memory = self._where.allocate(size + alignment)
+        address = int(self.memory.address)
         return address + -address % alignment
 
     def allocate_zeroed(self, size: int, alignment: int, stream: int | None) -> int:
@@ -118,10 +182,10 @@ class DeviceLaunches:
     """Calls launches on a device, with scratch memory where they need some."""
 
     def __init__(self, where: DeviceBytes) -> None:
-        self._scratch = Scratch(where)
+        self.scratch = Scratch(where)
         triton_launch.set_default_profile_allocator(Scratch(where).allocate_zeroed)
 
     def __call__(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call what launches."""
-        with triton_launch.default_allocator(self._scratch.allocate):
+        with triton_launch.default_allocator(self.scratch.allocate):
             return run(*args, **kwargs)

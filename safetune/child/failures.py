@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from safetune.isolation import backend
+from safetune.both import backend
 from safetune.outcome import Outcome, Verdict
 
 _MAX_MESSAGE = 2000
 
 
 def of_compile(error: BaseException) -> Outcome:
-    """Return the outcome of a config for which the compiler raised this."""
+    """Return the outcome of a config whose compilation raised this."""
     from triton.runtime.errors import OutOfResources
 
     verdict = (
@@ -51,7 +51,9 @@ def is_lack_of_memory(error: BaseException) -> bool:
 def _outcome(verdict: Verdict, error: BaseException) -> Outcome:
     name = type(error).__name__
     try:
-        text = str(error).strip() or name
+        text = str(error).strip()
+        if isinstance(error, KeyError) or " " not in text:  # a key or a value alone says nothing
+            text = f"{name}: {text}".removesuffix(": ")
     except Exception as unprintable:  # str() runs code of the exception's class
         text = f"{name}, whose str() raises {type(unprintable).__name__}"
     return Outcome(verdict, detail=name, message=text[:_MAX_MESSAGE])

@@ -2,8 +2,8 @@
 
 Two kinds of child run this loop. A compile child sees no GPU, has no torch, and gets `Compile` jobs
 on the kernel that came with its `Start`. A measuring child gets a `Prepare`, which rebuilds a call,
-then `Specify` and `Measure` jobs on its configs. An exception of a job is an answer; a crash or a
-hang is found by the parent.
+then `Specify`, `Measure` and `Repeat` jobs on its configs. An exception of a job is an answer; a
+crash or a hang is found by the parent.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safetune import triton_compile, triton_internals
+from safetune.both import protocol
+from safetune.both.protocol import DONE, Answer, Job, Prepare, Release, Start
 from safetune.child import failures
 from safetune.inputs import kernel_pickle
-from safetune.isolation import protocol
-from safetune.isolation.protocol import DONE, Answer, Job, Prepare, Release, Start
 from safetune.outcome import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class _Worker:
                 return self._prepare(job, fds), b""
             case protocol.Compile():
                 return self._compile(job), b""
-            case protocol.Specify() | protocol.Measure() if self._session is not None:
+            case protocol.Specify() | protocol.Measure() | protocol.Repeat() if (
+                self._session is not None
+            ):
                 return _asked(self._session, job)
             case _:
                 return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
@@ -102,10 +104,12 @@ class _Worker:
             return Answer(failures.of_compile(error))
 
 
-def _asked(session: Session, job: protocol.Specify | protocol.Measure) -> tuple[Answer, bytes]:
+def _asked(session: Session, job: protocol.OfCall) -> tuple[Answer, bytes]:
     """Return the answer of a session, or that only one with torch can answer."""
     if isinstance(job, protocol.Specify):
         answer, data = session.spec_of(job.config)
+    elif isinstance(job, protocol.Repeat):
+        answer, data = session.repeat(job), b""
     else:
         answer, data = session.measure(job), b""
     return (replace(DONE, torch=True), b"") if session.needs_torch else (answer, data)

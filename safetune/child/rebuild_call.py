@@ -1,7 +1,7 @@
 """A call rebuilt in the child, its inputs copied from the caller's or made by `inputs=`.
 
-What `inputs=` returns goes through a memory file as the caller's tensors do, so that every config
-starts from the same bits of it, too.
+The tensors of `inputs=` go through a memory file like the caller's, so that every config starts
+from the same bits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from safetune.child import failures, stand_ins
 from safetune.child.arguments import Arguments
 from safetune.errors import InvalidSetting, with_nearest
 from safetune.inputs import kernel_pickle
-from safetune.inputs.call import Call, may_be_address
+from safetune.inputs.call import Call, may_be_address, tensors_in
 from safetune.inputs.spans import Absent, Layout
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 
 if TYPE_CHECKING:
     import torch
 
+    from safetune.inputs.caller_view import CallerView
+
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A call, and what it works on."""
+    """A call, and the objects that it works on."""
 
     arguments: Arguments
     #: Those of the call in order: with `torch` its own, else stand-ins for them.
@@ -35,11 +37,16 @@ class Rebuilt:
     call: Call
     configs: list[Config]
     torch: bool
-    kept: Any = None  # what addresses in the inputs may point to
+    kept: Any = None  # objects that addresses in the inputs may point to
+    view: CallerView | None = None  # the caller's state that hooks may read, with torch
 
 
 def rebuild(
-    layout: Layout, blob: bytes, fd: int, use_device: Callable[[], object] = lambda: None
+    layout: Layout,
+    blob: bytes,
+    fd: int,
+    use_device: Callable[[], object] = lambda: None,
+    view: bytes = b"",
 ) -> Rebuilt:
     """Return the packed call with the tensors in the memory file `fd`.
 
@@ -51,35 +58,42 @@ def rebuild(
     if "torch" not in sys.modules and stand_ins.can_stand_in(layout):
         tensors = stand_ins.of(arguments)
         call, configs = kernel_pickle.unpack(blob, tensors, stand_ins.Shape)
-        # Unpacking imports what the user's functions refer to.
+        # Unpacking imports the modules that the user's functions refer to.
         if "torch" not in sys.modules and _is_plain(call):
             return Rebuilt(arguments, tensors, call, configs, torch=False)
     import torch  # noqa: F401 - its device is set before anything is made with it
 
     use_device()
-    return _with_torch(arguments, layout, blob)
+    found: CallerView | None = kernel_pickle.unpack(view) if view else None
+    return replace(_with_torch(arguments, layout, blob, found), view=found)
 
 
 def _is_plain(call: Call) -> bool:
     """Whether stand-ins have all that is known to be asked of a call's tensors."""
     hooks, named = call.hooks, call.named()
     changed = [named.get(name) for name in (*hooks.restore_value, *hooks.reset_to_zero)]
-    dense = all(x.is_dense() for x in changed if isinstance(x, stand_ins.StandIn))
+    tensors = [tensor for value in changed for tensor in tensors_in(value)]
+    dense = all(x.is_dense() for x in tensors if isinstance(x, stand_ins.StandIn))
     return dense and hooks.do_bench is None and hooks.inputs is None and hooks.reference is None
 
 
-def _with_torch(arguments: Arguments, layout: Layout, blob: bytes) -> Rebuilt:
+def _with_torch(
+    arguments: Arguments, layout: Layout, blob: bytes, view: CallerView | None
+) -> Rebuilt:
     metas = {number: _meta(tensor) for number, tensor in layout.absent.items()}
-    call, configs = kernel_pickle.unpack(blob, _merged(arguments.tensors, metas))
+    tensors = _merged(arguments.tensors, metas)
+    if view is not None and not metas:
+        tensors = [view.tensors[number].on(tensor) for number, tensor in enumerate(tensors)]
+    call, configs = kernel_pickle.unpack(blob, tensors)
     if call.hooks.inputs is None:
-        return Rebuilt(arguments, arguments.tensors, call, configs, torch=True)
+        return Rebuilt(arguments, tensors, call, configs, torch=True)
     from safetune.inputs.snapshot import Snapshot
 
     made = _made(call, {id(meta): layout.absent[number] for number, meta in metas.items()})
     table = kernel_pickle.TensorTable()
     captured = [table.number(tensor) for tensor in arguments.tensors]
     packed = kernel_pickle.pack(made, "what `inputs=` returned", table)
-    snapshot = Snapshot(table.tensors)
+    snapshot = Snapshot(table.tensors, index=call.index)
     kept = (call, made) if _may_point(made, table.tensors) else None
     del arguments, call, made, table  # their memory is freed before the copies are made
     arguments = Arguments(snapshot.layout, snapshot.fd)
@@ -121,7 +135,7 @@ def described(call: Call, parameter: str) -> str:
 
 
 def _made(call: Call, absent: Mapping[int, Absent]) -> dict[str, Any]:
-    """Call the factory and check what it returns."""
+    """Call the factory and check its result."""
     import torch
 
     named, what = call.named(), described(call, "inputs")
@@ -155,7 +169,7 @@ def _has_meta(value: Any) -> bool:
 
 
 def _may_point(made: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether addresses may be among what was made."""
+    """Whether the made values may contain addresses."""
     import torch
 
     from safetune.inputs import pointers

@@ -48,19 +48,24 @@ class Results:
         sizes = [aligned(block.spec.size) for block in arguments.blocks]
         *self._offsets, self._slot = accumulate(sizes, initial=0)
 
-    def keep(self, config: int, groups: Sequence[Group], written: Sequence[int]) -> Group | None:
-        """Keep the live result as that of a new group; None where there is no place for it."""
+    def keep(
+        self, config: int, groups: Sequence[Group], blocks: Sequence[int], written: tuple[int, ...]
+    ) -> Group | None:
+        """Keep the live result as that of a new group; None where there is no place for it.
+
+        Launches have written to `blocks`; for `written` see `OutputReport`.
+        """
         taken = {group.slot for group in groups}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         if slot >= max(MIN_KEPT, self._kept_bytes // max(1, self._slot)):
             return None
         sums = self._arguments.sums
-        group = Group(config, slot, tuple(written), sums=tuple(sums[n] for n in written))
+        group = Group(config, slot, tuple(blocks), tuple(sums[n] for n in blocks), written)
         for key in [key for key in self._held if key[0] == config]:  # of an earlier group
             del self._held[key]
         if self._is_in_file(group):
             return group if self._store(group) else None
-        for number in written:
+        for number in blocks:
             block = self._block(number)
             if block.bytes.has_room(block.spec.size):
                 self._held[config, number] = block.save()

@@ -18,15 +18,13 @@ import select
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
-from safetune.isolation import protocol
+from safetune.both import protocol
 
 #: Without a child and a request for this long the server exits; the next miss starts another.
 _IDLE_EXIT_S = 60.0
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
@@ -36,7 +34,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Core files of children would be as large as the device's memory, in the program's directory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what outlives a child is a child of the server then
     for module in json.loads(sys.argv[3]):
         importlib.import_module(module)
     protocol.send(control, {"ready": True})
@@ -109,18 +106,10 @@ class _Server:
         return {"pid": pid, "server": server}
 
     def _collect(self) -> None:
-        """Wait for the children that have exited by themselves, and for what they left behind.
-
-        That is killed once there is no child that may still use it.
-        """
+        """Wait for the children that have exited by themselves."""
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._ended[pid] = self._wait(pid)
-        for pid in _children_of(os.getpid()):
-            if pid not in self._children:
-                if not self._children:
-                    protocol.kill_group(pid)
-                os.waitpid(pid, os.WNOHANG)
 
     def _reap(self, pid: int, kill: bool, wait_s: float) -> dict[str, Any]:
         """Wait for a child that is ending, but not forever: it may be stuck in a driver call."""
@@ -137,40 +126,24 @@ class _Server:
         return {"status": self._wait(pid)}
 
     def _wait(self, pid: int) -> int:
-        protocol.kill_group(pid)  # what it had started, while its number is still its own
+        protocol.kill_group(pid)  # the processes that it started, while its number is still its own
         self._children.discard(pid)
         return os.waitpid(pid, 0)[1]
 
     def _end(self) -> NoReturn:
-        """Kill all that was started here, also in sessions of its own, and exit."""
-        family = _children_of(os.getpid())
-        for pid in family:  # which grows: the children of a process that was killed are not known
-            family += _children_of(pid)
-        for pid in family:
+        """Kill the children, with all that they started, and exit."""
+        for pid in self._children:
             protocol.kill_group(pid)
         os._exit(0)
 
 
-def _children_of(pid: int) -> list[int]:
-    """Return the children of a process, zombies too; none where /proc does not tell."""
-    found: list[int] = []
-    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, listing.read_text().split())
-    return found
-
-
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, and end now if it already has."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
+    """Let the kernel kill this process when `parent` ends, and end now if it already has."""
     import ctypes
 
-    ctypes.CDLL(None).prctl(option, value)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _become_child(control: socket.socket, server: int, pipe_fd: int, output_fd: int) -> NoReturn:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime.autotuner import Config
 
 from safetune import triton_compile, triton_launch
+from safetune.both import backend
+from safetune.both.protocol import DONE, Answer, Budget, Measure, Prepare, Repeat
+from safetune.both.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.child import failures, rebuild_call, stand_ins
 from safetune.child.device import DeviceLaunches, DeviceTimer
-from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
+from safetune.child.output_check import Launch, OutOfBounds, OutputCheck, WrongResult
+from safetune.child.replays import NotReplayable, Replays
 from safetune.inputs import compile_spec
-from safetune.inputs.call import Call, owners_of
-from safetune.isolation import backend
-from safetune.isolation.protocol import DONE, Answer, Budget, Measure, Prepare
-from safetune.keys.kernel_digest import base_function, is_own, layers
-from safetune.launch.timing import InvalidTime, Timer, from_do_bench, measure
-from safetune.outcome import Outcome, OutputReport, Timing, Verdict
+from safetune.inputs.call import Call, owners_of, tensors_in
+from safetune.keys.identity import base_function, is_own, layers
+from safetune.launch.call_shape import own_heuristics
+from safetune.outcome import BUSY, Outcome, OutputReport, Timing, Verdict
 from safetune.triton_internals import is_watched
 
 _VERDICTS: dict[type[Exception], Verdict] = {
@@ -28,6 +33,12 @@ _VERDICTS: dict[type[Exception], Verdict] = {
     OutOfBounds: Verdict.OUT_OF_BOUNDS,
     WrongResult: Verdict.WRONG_RESULT,
 }
+
+
+def _without_grad() -> AbstractContextManager[None]:
+    """Change tensors that require gradients, which torch refuses outside of this."""
+    torch = sys.modules.get("torch")
+    return torch.no_grad() if torch else contextlib.nullcontext()
 
 
 def _called(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +52,9 @@ class Session:
         found = backend.named(job.backend) if job.index >= 0 else None
         use_device = functools.partial(found.use, job.index) if found else str
         self._uuid = use_device()
-        self._rebuilt = rebuild_call.rebuild(job.layout, job.packed, arguments_fd, use_device)
+        self._rebuilt = rebuild_call.rebuild(
+            job.layout, job.packed, arguments_fd, use_device, job.view
+        )
         stand_ins.asked.clear()
         self._arguments, self._configs = self._rebuilt.arguments, self._rebuilt.configs
         self._call = call = self._rebuilt.call
@@ -49,20 +62,26 @@ class Session:
         self._launches: dict[int, ConfigLaunch] = {}
         self._seen: set[int] = set()
         self._timer: Timer = Timer()
+        self._replays: Replays | None = None
         self._launched: Callable[..., Any] = _called
         if found:
             if not self.has_torch:
                 triton_launch.prepare_specializing()
             triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
-            self._timer, self._launched = DeviceTimer(where), DeviceLaunches(where)
+            timer, launches = DeviceTimer(where), DeviceLaunches(where)
+            self._timer, self._launched = timer, launches
+            of_call = self._arguments, self._rebuilt.tensors
+            self._replays = Replays(*of_call, where, timer, launches.scratch)
         self._named = call.named()
-        restored = {name: self._named.get(name) for name in call.hooks.restore_value}
-        self._restored = {n: value.clone() for n, value in restored.items() if value is not None}
+        restored = self._named_tensors(call.hooks.restore_value)
+        with _without_grad():
+            self._restored = [(tensor, tensor.clone()) for tensor in restored]
+        self._zeroed = self._named_tensors(call.hooks.reset_to_zero)
         names = owners_of(self._named, self._rebuilt.tensors)
         self._outputs = OutputCheck(
-            *(self._arguments, names, call.hooks.scratch, job.effects, results_fd),
-            relaunch=functools.partial(Session._relaunch, weakref.proxy(self)),
+            *(self._arguments, names, call.hooks.scratch, job.effects),
+            *(functools.partial(Session._finishing, weakref.proxy(self)), results_fd),
         )
         if call.hooks.reference is not None:
             self._outputs.expect(
@@ -84,6 +103,7 @@ class Session:
         """Return what a compiler needs for a config, after its heuristics and hooks have run."""
         launch = self._launch_of(config)
         jit, _ = base_function(self._call.kernel)
+        self._outputs.left = None  # hooks change it
         try:
             with stand_ins.noting_torch():
                 spec = launch.with_hooks(
@@ -96,67 +116,141 @@ class Session:
 
     def measure(self, job: Measure) -> Answer:
         """Run a config from the caller's bits, check what it wrote and, with a budget, time it."""
-        launch = self._launch_of(job.config)
-        report: OutputReport | None = None
-        timing: Timing | None = None
-        try:
+
+        def run() -> Answer:
+            report: OutputReport | None = None
+            timing: Timing | None = None
+            marks: tuple[str, ...] = ()
+            self._why_events = ""
+            launch = self._launch_of(job.config)
             if job.groups is not None:
-                report = self._outputs.examine(
-                    lambda: self._finished(launch), job.groups, job.config
-                )
+                report = self._outputs.examine(job.groups, job.config)
                 self._seen.add(job.config)
-            self._arguments.restore()
+            self._outputs.restore()
+            before = launch.count
             if job.config not in self._seen:  # its first launch loads it
                 self._finished(launch)
             self._seen.add(job.config)
             if job.budget is not None:
-                timing = self._time(launch, job.budget)
+                marks = (BUSY,) if job.budget.watch and self._timer.is_busy() else ()
+                timing = self._time(job.config, launch, job.budget)
             self._timer.synchronize()
+            launches = launch.count - before
+            if launches and job.budget is not None and job.budget.way == "events":
+                self._outputs.left = job.config, launches
             self._outputs.check_guards()
+            outcome = Outcome(
+                *(Verdict.OK, timing), message=self._why_events, gpu_uuid=self._uuid, marks=marks
+            )
+            return Answer(outcome, report)
+
+        return self._answered(run)
+
+    def repeat(self, job: Repeat) -> Answer:
+        """Launch a config again and again, and say which configs have left other bits than before.
+
+        In the interpreter, whose programs follow each other, little is to be seen.
+        """
+
+        def run() -> Answer:
+            least = 2 if self._call.interpreted else 4
+            self._outputs.repeat(job.config, least, job.time_ms / 1e3, self._timer.disturb)
+            return replace(DONE, varied=tuple(sorted(self._outputs.varied)))
+
+        return self._answered(run)
+
+    def _answered(self, run: Callable[[], Answer]) -> Answer:
+        try:
+            with stand_ins.noting_torch():
+                return run()
         except tuple(_VERDICTS) as error:
             return Answer(Outcome(_VERDICTS[type(error)], message=str(error)))
         except BaseException as error:
             return Answer(failures.of_launch(error))
-        return Answer(Outcome(Verdict.OK, timing=timing, gpu_uuid=self._uuid), report)
 
-    def _relaunch(self, config: int) -> None:
-        self._finished(self._launch_of(config))
+    def _finishing(self, config: int) -> Launch:
+        return functools.partial(self._finished, self._launch_of(config))
 
     def _launch_of(self, config: int) -> ConfigLaunch:
         if config not in self._launches:
             options, grid = self._configs[config], self._grids[config]
+            values = self._call.heuristics[config] if self._call.heuristics else None
             self._launches[config] = ConfigLaunch(
-                self._call, options, grid, self._launched, self._restored
+                *(self._call, options, grid, self._launched, self._zeroed, self._restored),
+                values=values,
+                view=self._rebuilt.view or contextlib.nullcontext,
             )
         return self._launches[config]
 
-    def _finished(self, launch: ConfigLaunch) -> None:
-        def checked() -> None:
-            self._outputs.after_hooks()
+    def _named_tensors(self, names: Iterable[str]) -> list[Any]:
+        """Return the tensors of some arguments: also those in a tuple or a descriptor."""
+        return [leaf for name in names for leaf in tensors_in(self._named.get(name))]
+
+    def _finished(self, launch: ConfigLaunch, ready: Callable[[], object] = lambda: None) -> None:
+        def run() -> None:
+            ready()
             launch()
 
-        with stand_ins.noting_torch():
-            launch.with_hooks(checked)
+        launch.with_hooks(run)
         self._timer.synchronize()
 
-    def _time(self, launch: ConfigLaunch, budget: Budget) -> Timing:
+    def _time(self, config: int, launch: ConfigLaunch, budget: Budget) -> Timing:
         do_bench = self._call.hooks.do_bench
         if do_bench is not None:
             return from_do_bench(do_bench(launch.with_hooks, quantiles=(0.5, 0.2, 0.8)))
+        if budget.way != "events":
+            try:
+                return self._replayed(config, launch, budget)
+            except Exception as error:  # what a launch has done wrong, events will find, too
+                self._why_events = f"{type(error).__name__}: {error}"
+                self._arguments.restore()
         again = launch.again() if self._repeatable() else launch
         around = launch.before, launch.after
         timing: Timing = self._launched(measure, again, *around, self._timer, budget)
         return timing
+
+    def _replayed(self, config: int, launch: ConfigLaunch, budget: Budget) -> Timing:
+        """Time a config as replays of a graph; raises where only events can time it."""
+        if self._replays is None or not self._is_own():
+            raise NotReplayable("code of the caller's is around the kernel")
+        if self._zeroed or self._restored or self._call.hooks.post_hook is not None:
+            raise NotReplayable("each launch needs what is reset, or called, beside it")
+
+        def launch_now() -> functools.partial[Any]:
+            if self._writes_before(launch):
+                raise NotReplayable("a hook writes to the arguments before each launch")
+            if (found := launch.now()) is None:
+                raise NotReplayable("it is not one launch of one kernel")
+            return found
+
+        timing: Timing = self._launched(self._replays.time, config, launch_now, budget)
+        return timing
+
+    def _writes_before(self, launch: ConfigLaunch) -> bool:
+        """Run the hooks of a launch as for the next one; return whether they write to arguments."""
+        if not launch.has_pre_hook:
+            return False
+        self._finished(launch)
+        self._arguments.find_written()
+        sums = self._arguments.sums
+        launch.before()
+        self._arguments.find_written()
+        return self._arguments.sums != sums
+
+    def _is_own(self) -> bool:
+        """Whether a launch, apart from its hooks, is Triton's own code alone."""
+        kernel = self._call.kernel
+        own = all(map(is_own, layers(kernel))) and not is_watched(base_function(kernel)[0])
+        return own and not self._call.interpreted
 
     def _repeatable(self) -> bool:
         """Whether all that runs between two launches of a config is Triton's own code.
 
         A hook of one config may change an argument for all: the blocks of a descriptor.
         """
-        hooks, kernel = self._call.hooks, self._call.kernel
+        hooks = self._call.hooks
         given = [hooks.pre_hook, hooks.post_hook, *(each.pre_hook for each in self._configs)]
-        own = all(map(is_own, layers(kernel))) and not is_watched(base_function(kernel)[0])
-        return own and not any(given) and not self._call.interpreted
+        return self._is_own() and not any(given)
 
 
 class ConfigLaunch:
@@ -168,19 +262,26 @@ class ConfigLaunch:
         config: Config,
         grid: Any,
         launched: Callable[..., Any] = _called,
-        restored: Mapping[str, Any] = MappingProxyType({}),
+        zeroed: Sequence[Any] = (),
+        restored: Sequence[tuple[Any, Any]] = (),
+        values: Mapping[str, Any] | None = None,
+        view: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         options = config.all_kwargs()
+        self._call = call
+        self._view = view
         self._launched = launched
-        self._run: Callable[..., object] = call.kernel.run
+        kernel = call.kernel if values is None else own_heuristics(call.kernel)[0]
+        self._run: Callable[..., object] = kernel.run
         self._compiled: Any = None
         self._again: Callable[[], object] | None = None
         self._args, pinned = call.pinned()
-        self._kwargs = {**pinned, **options, "grid": grid, "warmup": False}
+        self._kwargs = {**pinned, **options, **(values or {}), "grid": grid, "warmup": False}
         self._named = {**call.named(), **options}
         self._hooks = call.hooks
         self._config = config
-        self._restored = restored
+        self._zeroed, self._restored = zeroed, restored
+        self.count = 0  # of its launches, as the hooks around them count
 
     def __call__(self) -> None:
         """Launch the kernel, without hooks."""
@@ -191,30 +292,47 @@ class ConfigLaunch:
 
         Beside a small kernel, that work decides how long a tuning takes.
         """
-        if self._compiled is None:  # as where a cache hook of Triton's keeps it from compiling
-            return self
         if self._again is None:
-            run = functools.partial(self._run, *self._args, **self._kwargs)
-            self._again = triton_launch.repeated(run, self._compiled) or self
+            self._again = self.now() or self
         return self._again
+
+    def now(self) -> functools.partial[Any] | None:
+        """Return the launch that Triton would make now; None where it would not be one alone."""
+        if self._compiled is None:  # as where a cache hook of Triton's keeps it from compiling
+            return None
+        run = functools.partial(self._run, *self._args, **self._kwargs)
+        return triton_launch.repeated(run, self._compiled)
+
+    @property
+    def has_pre_hook(self) -> bool:
+        """Whether code of the caller's runs before each launch."""
+        return self._config.pre_hook is not None or self._hooks.pre_hook is not None
 
     def before(self) -> None:
         """Run what triton.autotune runs before each launch: the config's hook, then the tuner's."""
+        self.count += 1
         if self._config.pre_hook is not None:
-            self._config.pre_hook(self._named)
+            with self._view():
+                self._config.pre_hook(self._named)
         if self._hooks.pre_hook is not None:
-            self._hooks.pre_hook(self._named)
+            with self._view():
+                self._hooks.pre_hook(self._named)
             return
-        for name in self._hooks.reset_to_zero:
-            if self._named.get(name) is not None:
-                self._named[name].zero_()
-        for name, value in self._restored.items():
-            self._named[name].copy_(value)
+        if self._restored or self._zeroed:
+            with _without_grad():
+                self._reset()
+
+    def _reset(self) -> None:
+        for tensor in self._zeroed:
+            tensor.zero_()
+        for tensor, value in self._restored:
+            tensor.copy_(value)
 
     def after(self, exception: Exception | None = None) -> None:
         """Run what triton.autotune runs after each launch."""
         if self._hooks.post_hook is not None:
-            self._hooks.post_hook(self._named, exception=exception)
+            with self._view():
+                self._hooks.post_hook(self._named, exception=exception)
 
     def with_hooks(self, launch: Callable[[], Any] | None = None) -> Any:
         """Run the hooks and, between them, the launch or another function."""

@@ -1,8 +1,7 @@
-"""Tensors without torch: what Triton, heuristics and simple hooks ask of one.
+"""Tensors without torch, sufficient for Triton, heuristics and simple hooks.
 
-Importing torch takes longer than tuning a small kernel. A stand-in for a tensor of a GPU says what
-the tensor would; where code of the user's asks for more, this is noted, and the call is rebuilt in
-a child that has torch.
+Importing torch takes longer than tuning a small kernel. A stand-in answers like the GPU tensor; if
+user code asks for more, this is noted, and the call is rebuilt in a child that has torch.
 """
 
 from __future__ import annotations
@@ -11,18 +10,25 @@ import contextlib
 import functools
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from safetune.both.device_bytes import Run
 from safetune.child.arguments import Arguments
 from safetune.inputs.spans import Layout, TensorSpec, are_packed, itemsize
-from safetune.isolation.device_bytes import Run
 
 #: What stand-ins have been asked for in vain, in this process.
 asked: list[str] = []
 
 #: The types whose names say how large they are.
 _PLAIN = re.compile(r"(float|bfloat|int|uint|complex)(8|16|32|64|128)(_e\dm\d(fn|fnuz|fnu)?)?|bool")
+
+#: Special attributes by which code recognises a tensor.
+_OF_TENSORS = re.compile(r"__(torch_\w+|cuda_array_interface|array_(interface|priority))__")
+
+#: Packages whose code is not the user's.
+_OURS = {"safetune", "triton", *sys.stdlib_module_names}
 
 _OPERATORS = """
 add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv
@@ -41,21 +47,26 @@ def _more(what: str) -> NoReturn:
     raise TorchNeeded(f"{what} needs torch")
 
 
+def lacks_torch() -> bool:
+    """Whether torch is not imported in this process."""
+    return "torch" not in sys.modules
+
+
 def need_torch(what: str) -> None:
     """Note that this process lacks torch for something, if it does; raises `TorchNeeded` then."""
-    if "torch" not in sys.modules:
+    if lacks_torch():
         _more(what)
 
 
 class _Limited:
-    """Notes what it is asked for beyond its attributes, and cannot be changed."""
+    """Records requests for missing attributes, and cannot be changed."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         # Python and Triton look for special methods that a tensor does not have either.
-        if name.startswith("__") and not name.endswith("_array_interface__"):
+        if name.startswith("__") and not _OF_TENSORS.fullmatch(name):
             raise AttributeError(name)
         return _more(f"{type(self).__name__}.{name}")
 
@@ -68,7 +79,7 @@ class DType(_Limited):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            name=name,
+            _name=name,
             itemsize=itemsize(name),
             is_floating_point="float" in name,
             is_complex=name.startswith("complex"),
@@ -76,7 +87,7 @@ class DType(_Limited):
         )
 
     def __repr__(self) -> str:
-        return f"torch.{self.name}"
+        return f"torch.{self._name}"
 
     def __reduce__(self) -> NoReturn:
         _more("pickling a dtype")
@@ -92,7 +103,10 @@ class Device(_Limited):
     """A GPU, by its kind and index."""
 
     def __str__(self) -> str:
-        return f"{self.type}:{self.index}"
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+    def __repr__(self) -> str:
+        return f"device(type={self.type!r}, index={self.index})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Device) and str(self) == str(other)
@@ -110,6 +124,13 @@ class Shape(tuple[int, ...]):
         """Return the number of elements."""
         return functools.reduce(int.__mul__, self, 1)
 
+    def __repr__(self) -> str:
+        return f"torch.Size({[*self]})"
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Shape(found) if isinstance(index, slice) else found
+
     def __getattr__(self, name: str) -> Any:
         return _more(f"shape.{name}")
 
@@ -126,8 +147,7 @@ class StandIn(_Limited):
             shape=Shape(spec.shape),
             ndim=len(spec.shape),
             device=device,
-            is_cuda=True,
-            requires_grad=False,
+            is_cuda=device.index is not None,
             _spec=spec,
             _address=address if 0 not in spec.shape else 0,  # as torch says of one without elements
             _where=where,
@@ -149,8 +169,6 @@ class StandIn(_Limited):
     def numel(self) -> int:
         return int(self.shape.numel())
 
-    nelement = numel
-
     def dim(self) -> int:
         return int(self.ndim)
 
@@ -160,12 +178,6 @@ class StandIn(_Limited):
     @property
     def nbytes(self) -> int:
         return self.numel() * self.element_size()
-
-    def is_floating_point(self) -> bool:
-        return bool(self.dtype.is_floating_point)
-
-    def get_device(self) -> int:
-        return int(self.device.index)
 
     def is_contiguous(self, **options: Any) -> bool:
         if options:
@@ -177,21 +189,23 @@ class StandIn(_Limited):
         self._where.set_bytes(Run(self._address, self.nbytes), 0)
         return self
 
-    def clone(self) -> StandIn:
+    def clone(self, *, memory_format: Any = None) -> StandIn:
+        if memory_format is not None:
+            _more("clone(memory_format)")
         self._check_dense("clone")
         memory = self._where.allocate(self.nbytes)
         copied = StandIn(self._spec, memory.address, self.device, self._where, memory)
         return copied.copy_(self)
 
-    def copy_(self, other: StandIn) -> StandIn:
+    def copy_(self, src: StandIn, non_blocking: bool = False) -> StandIn:
         """Take over the elements of a tensor of the same shape, strides and type."""
         self._check_dense("copy_")
-        mine, theirs = self._spec, other._spec if isinstance(other, StandIn) else None
+        mine, theirs = self._spec, src._spec if isinstance(src, StandIn) else None
         if theirs is None or (mine.dtype, mine.shape, mine.stride) != (
             (theirs.dtype, theirs.shape, theirs.stride)
         ):
             _more("copy_ from another kind of tensor")
-        self._where.copy(self._address, other._address, self.nbytes)
+        self._where.copy(self._address, src._address, self.nbytes)
         return self
 
     def is_dense(self) -> bool:
@@ -210,21 +224,36 @@ def _refusing(operator: str) -> Any:
 for _operator in _OPERATORS.split():
     setattr(StandIn, f"__{_operator}__", _refusing(_operator))
 StandIn.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity, as torch's
+for _class, _name in ((StandIn, "Tensor"), (Shape, "Size"), (DType, "dtype"), (Device, "device")):
+    _class.__name__ = _class.__qualname__ = _name
+    _class.__module__ = "torch"
 
 
 @contextlib.contextmanager
 def noting_torch() -> Iterator[None]:
-    """Note where code that runs in here imports torch: it does not work on stand-ins."""
+    """Note where code that runs in here imports torch, which does not work on stand-ins, and where
+    code of the user's raises, which it may not do on tensors of torch's.
+    """
     before = "torch" in sys.modules
     try:
         yield
+    except BaseException as error:
+        if not before and _is_of_user(error):
+            asked.append(f"code that raised {type(error).__name__}")
+        raise
     finally:
         if not before and "torch" in sys.modules:
             asked.append("an import of torch")
 
 
+def _is_of_user(error: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = (frame.f_globals.get("__name__") for frame in frames)
+    return any(name and name.partition(".")[0] not in _OURS for name in names)
+
+
 def can_stand_in(layout: Layout) -> bool:
-    """Whether all tensors of a call are on a GPU, and of types known here."""
+    """Whether a GPU reads all tensors of a call, and their types are known here."""
     on_gpu = all(":" in block.device for block in layout.blocks)
     known = all(_PLAIN.fullmatch(view.dtype) for view in layout.tensors)
     return on_gpu and known and not layout.absent
@@ -237,5 +266,7 @@ def of(arguments: Arguments) -> list[StandIn]:
         block = arguments.blocks[view.block]
         kind, _, index = block.spec.device.partition(":")
         device = Device(type=kind, index=int(index))
+        if block.spec.is_pinned:
+            device = Device(type="cpu", index=None)
         made.append(StandIn(view, arguments.elements(number).address, device, block.bytes))
     return made

@@ -17,32 +17,38 @@ from safetune.cli import (  # noqa: F401 - each declares its commands
     lint,
     listing,
     moving,
+    pin,
     prune,
     run,
     show,
-    stored,
     tune,
     verify,
     warm,
 )
 from safetune.cli.command import ARGUMENTS, COMMANDS, DEBUG, debug_option, examples
+from safetune.cli.emit import AS_JSON, PRINTED, print_json
 from safetune.cli.output import (
-    PRINTED,
     describe,
     echo,
     forget_bad_width,
     open_closed_streams,
-    print_json,
     version_of,
     warnings_as_lines,
 )
 from safetune.errors import NoWorkingConfig
 from safetune.settings import installs
 
+#: What `--help` lists, by what it is for.
+GROUPS = {
+    "Tune": ("demo", "tune", "run", "warm"),
+    "Look": ("list", "show", "coverage"),
+    "Move": ("export", "import", "pin"),
+    "Check": ("doctor", "lint", "verify"),
+    "Clean": ("clear", "prune"),
+}
+
 #: The exit code that shells give a program that SIGINT ended.
 INTERRUPTED = 130
-
-_AS_JSON = "safetune.json"
 
 
 class _Group(click.Group):
@@ -51,10 +57,19 @@ class _Group(click.Group):
     With --json, also into JSON on standard output, unless the result is there already.
     """
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in groups, each with the first sentence of its help."""
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._sentence(name)) for name in names])
+
+    def _sentence(self, name: str) -> str:
+        return self.commands[name].get_short_help_str(limit=sys.maxsize)
+
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         name = next((word for word in args if not word.startswith("-")), "")
         context.meta[ARGUMENTS] = args[args.index(name) + 1 :] if name else []
-        context.meta[_AS_JSON] = "--json" in args and name != "run"
+        context.meta[AS_JSON] = "--json" in args and name != "run"
         return super().parse_args(context, args)
 
     def invoke(self, context: click.Context) -> Any:
@@ -79,7 +94,7 @@ class _Group(click.Group):
 
 
 def _print_error(context: click.Context, error: Exception, message: str) -> None:
-    if context.meta[_AS_JSON] and not context.meta.get(PRINTED):
+    if context.meta[AS_JSON] and not context.meta.get(PRINTED):
         with contextlib.suppress(OSError):  # the error may be that nothing can be printed
             print_json({"error": {"type": type(error).__name__, "message": message}})
 
@@ -114,4 +129,3 @@ def main() -> None:
 
 for _command in COMMANDS:
     main.add_command(_command)
-main.add_command(show.show, "explain")

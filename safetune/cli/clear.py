@@ -1,25 +1,43 @@
-"""`safetune clear`: delete what is stored for a kernel, once it is clear for which."""
+"""`safetune clear`: delete what is stored for a kernel, or what was not used for long."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from safetune.cli.command import DAY_S, Filter, command, filtered, older_than_option
-from safetune.cli.output import counted, date, echo, print_json
-from safetune.cli.stored import kernel_argument, matching, open_store, shared_directory
-from safetune.errors import TargetError
+from safetune.cli import stored
+from safetune.cli.command import Filter, command, filtered
+from safetune.cli.emit import emit, wants_json
+from safetune.cli.output import counted, describe, echo
+from safetune.errors import StoreError, TargetError
+from safetune.show.words import date
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord
 
+if TYPE_CHECKING:
+    from safetune.store.shared.protocol import Name, SharedStore
 
-class _Known(NamedTuple):
-    """A key, and when its newest trial or choice was made; 0 if it has none."""
+_UNITS_S = {"h": 3600.0, "d": 86_400.0}
+
+
+def _seconds(_: click.Context, __: click.Parameter, text: str | None) -> float | None:
+    """Return the seconds in `90d` or `12h`."""
+    if text is None:
+        return None
+    if match := re.fullmatch(r"(\d+|\d*\.\d+)([dh])", text.strip()):
+        return float(match[1]) * _UNITS_S[match[2]]
+    raise click.BadParameter(f"{text!r} is not a time; give e.g. 90d or 12h")
+
+
+class _Dated(NamedTuple):
+    """A key, and when its newest row was made; 0 if it has none."""
 
     key: KeyRecord
     newest: float
@@ -28,67 +46,134 @@ class _Known(NamedTuple):
 @command(
     "clear",
     "safetune clear add_kernel --yes",
-    "safetune clear add_kernel --file my_kernels.py --device H100 --older-than 90",
+    "safetune clear --unused-for 90d",
+    "safetune clear --failures add_kernel",
+    "safetune clear add_kernel --file my_kernels.py --device H100 --unused-for 90d",
 )
-@kernel_argument
+@stored.kernel_argument(required=False)
 @filtered("device", "file")
-@older_than_option("Only keys with no trial and no choice in the last DAYS.")
+@click.option(
+    "--unused-for",
+    "unused_s",
+    metavar="TIME",
+    callback=_seconds,
+    help="Only keys with no trial, choice or recorded call in this time, e.g. 90d.",
+)
+@click.option(
+    "--failures",
+    is_flag=True,
+    help="Only the outcomes of configs that crashed or hung, or took the machine down: they are "
+    "tried again.",
+)
+@stored.shared_option("Delete them in the shared store too.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(kernel: str, only: Filter, older_than: float | None, yes: bool, as_json: bool) -> None:
-    """Delete the trials and choices of KERNEL.
+def clear(
+    kernel: str | None,
+    only: Filter,
+    unused_s: float | None,
+    failures: bool,
+    shared: bool,
+    yes: bool,
+) -> None:
+    """Delete the trials, choices and recorded calls of KERNEL, or of all kernels.
 
     Prints what it will delete, and asks first. Without a terminal, or if several files have a
     kernel of this name, it deletes nothing unless you give --yes, or choose a file with --file.
+    Without KERNEL, --unused-for must say which keys. With --failures, keys, choices and all other
+    outcomes stay, and nothing is asked.
     """
-    store = open_store()
-    before = math.inf if older_than is None else time.time() - older_than * DAY_S
-    keys = matching(
-        kernel,
-        store,
-        _known(store, kernel),
-        lambda each: only.matches(each.key) and each.newest < before,
-    )
-    if not yes:
-        _ask(kernel, keys, as_json)
-    everything = only == Filter() and older_than is None
-    digests = None if everything else {each.key.digest for each in keys}
-    store.clear(kernel, digests)
-    if shared := shared_directory():
-        shared.forget(kernel, digests)
-    if as_json:
-        print_json({"kernel": kernel, "cleared": len(keys)})
-    else:
-        echo(f"cleared {counted(len(keys), 'key')} of {kernel}")
-
-
-def _known(store: Store, kernel: str) -> list[_Known]:
-    made = {entry.key.digest: entry.choice.created for entry in store.choices(kernel)}
-    return [
-        _Known(key, max([made.get(key.digest, 0.0), *(trial.created for trial in trials)]))
-        for key, trials in store.trials_of(kernel)
-    ]
-
-
-def _ask(kernel: str, keys: Sequence[_Known], as_json: bool) -> None:
-    """Raise, or end the command, unless the user at a terminal agrees."""
-    by_file: dict[str, list[_Known]] = {}
-    for each in keys:
-        by_file.setdefault(each.key.kernel_file or "a file that is not known", []).append(each)
-    lines = [f"  {file}: {_summary(of_file)}" for file, of_file in by_file.items()]
-    if len(by_file) > 1:
-        files = "; ".join(line.strip() for line in lines)
-        raise TargetError(
-            f"kernels of {len(by_file)} files are named {kernel}: {files}. Choose one with --file, "
-            "or give --yes to delete all of them"
+    if kernel is None and unused_s is None and not failures:
+        raise click.UsageError("Give a KERNEL, or --unused-for TIME for the keys of all kernels.")
+    if failures and shared:
+        raise click.UsageError(
+            "--failures and --shared do not go together: choices alone are shared."
         )
-    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise TargetError(f"give --yes to delete {counted(len(keys), 'key')} of {kernel}")
-    echo(f"{kernel}:\n" + "\n".join(lines))
+    store = stored.open_store()
+    before = math.inf if unused_s is None else time.time() - unused_s
+    dated = _dated(store, kernel)
+    if shared:
+        dated = {**_dated(stored.copy_of_shared(), kernel), **dated}
+    keys = [key for key in dated.values() if only.matches(key.key) and key.newest < before]
+    if kernel is not None:
+        stored.check_some(kernel, store, keys)
+    if failures:
+        count = store.clear_failures([key.key.digest for key in keys])
+        text = f"cleared {counted(count, 'failure')} of {kernel or 'all kernels'}"
+        emit({"kernel": kernel, "failures": count}, [text])
+        return
+    if keys and not yes:
+        _ask(kernel, keys)
+    left = _forget_shared(keys) if shared or stored.shared_directory() else _left_shared(keys)
+    everything = only == Filter() and unused_s is None
+    for name in {key.key.kernel_name for key in keys}:
+        digests = {key.key.digest for key in keys if key.key.kernel_name == name}
+        store.clear(name, None if everything else digests)
+    stored.shrink(store)
+    what = kernel or counted(len({key.key.kernel_name for key in keys}), "kernel")
+    data = {"kernel": kernel, "cleared": len(keys), "left_shared": left}
+    lines = [f"cleared {counted(len(keys), 'key')} of {what}"]
+    if left:
+        lines.append(
+            f"the shared store still has {left} of them: --shared deletes them there, and "
+            "`safetune tune --force` replaces them"
+        )
+    emit(data, ["; ".join(lines)])
+
+
+def _dated(store: Store, kernel: str | None) -> dict[str, _Dated]:
+    newest = stored.newest_rows(store)
+    return {key.digest: _Dated(key, newest.get(key.digest, 0.0)) for key in store.keys(kernel)}
+
+
+def _named(shared: SharedStore, keys: Sequence[_Dated]) -> Iterator[tuple[str, set[Name]]]:
+    """Yield the names of the records of some keys, by namespace; raises `StoreError`."""
+    digests = {key.key.digest for key in keys}
+    for space in {key.key.space for key in keys}:
+        yield space, {name for name in shared.names(space) if name.key in digests}
+
+
+def _forget_shared(keys: Sequence[_Dated]) -> int:
+    """Delete the records of some keys in the shared store; raises `StoreError`."""
+    if (shared := stored.shared_store()) is not None:
+        with contextlib.closing(shared):
+            for space, names in _named(shared, keys):
+                shared.forget(space, names)
+    return 0
+
+
+def _left_shared(keys: Sequence[_Dated]) -> int:
+    """Return how many of some keys the shared store has."""
+    if (shared := stored.shared_store()) is None:
+        return 0
+    try:
+        with contextlib.closing(shared):
+            return len({name.key for _, names in _named(shared, keys) for name in names})
+    except StoreError as error:
+        echo(f"Warning: the shared store may still have them: {describe(error)}", err=True)
+        return 0
+
+
+def _ask(kernel: str | None, keys: Sequence[_Dated]) -> None:
+    """Raise, or end the command, unless the user at a terminal agrees."""
+    groups: dict[tuple[str, str], list[_Dated]] = {}
+    for key in keys:
+        file = key.key.kernel_file or "a file that is not known"
+        groups.setdefault((key.key.kernel_name, file), []).append(key)
+    lines = [f"{name}, {file}: {_summary(group)}" for (name, file), group in groups.items()]
+    if kernel is not None and len(groups) > 1:
+        raise TargetError(
+            f"kernels of {len(groups)} files are named {kernel}: {'; '.join(lines)}. Choose one "
+            "with --file, or give --yes to delete all of them"
+        )
+    if wants_json() or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        what = kernel or counted(len(groups), "kernel")
+        raise TargetError(f"give --yes to delete {counted(len(keys), 'key')} of {what}")
+    echo("\n".join(lines))
     click.confirm("Delete them?", abort=True)
 
 
-def _summary(keys: Sequence[_Known]) -> str:
-    devices = ", ".join(sorted({str(each.key.device["name"]) for each in keys}))
-    newest = max(each.newest for each in keys)
+def _summary(keys: Sequence[_Dated]) -> str:
+    devices = ", ".join(sorted({str(key.key.device["name"]) for key in keys}))
+    newest = max(key.newest for key in keys)
     made = f", the newest of {date(newest)}" if newest else ""
     return f"{counted(len(keys), 'key')} on {devices}{made}"

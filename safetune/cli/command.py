@@ -1,4 +1,4 @@
-"""How a command is declared: its name, its examples, and the options that several commands have."""
+"""The declaration of a command: its name, its examples, and shared options."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import click
 
 from safetune.frozen import dataclass
 from safetune.store.records import KeyRecord
-
-DAY_S = 86_400.0
 
 #: In the context of a command: whether an error is shown with its traceback.
 DEBUG = "safetune.debug"
@@ -43,7 +41,7 @@ debug_option = click.option(
     help="Show the traceback of an error.",
 )
 _json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON instead of text for people."
+    "--json", is_flag=True, expose_value=False, help="Print JSON instead of text for people."
 )
 
 
@@ -92,7 +90,7 @@ def command(
 
 def in_another_process(*arguments: str) -> list[str]:
     """Return the command line that runs this command with other arguments."""
-    from safetune.isolation import elsewhere
+    from safetune.both import elsewhere
 
     run = "from safetune.cli import main; main(prog_name='safetune')"
     return elsewhere.python(run, *arguments)
@@ -109,14 +107,9 @@ class Number(click.FloatRange):
         return found
 
 
-def older_than_option(what: str) -> Option:
-    """Return the option for what is old, in days."""
-    return click.option("--older-than", type=Number(min=0), metavar="DAYS", help=what)
-
-
 @dataclass(frozen=True)
 class Filter:
-    """Which keys a command is for; what is empty is in every key."""
+    """The keys that a command is for; an empty field matches every key."""
 
     kernel: Sequence[str] = ()
     device: str = ""

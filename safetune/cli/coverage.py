@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from safetune.cli import targets
 from safetune.cli.command import command
-from safetune.cli.layout import print_records
-from safetune.cli.output import (
-    call_words,
-    counted,
-    print_json,
-    stdout_console,
-)
-from safetune.cli.stored import open_store
-from safetune.errors import TargetError
+from safetune.cli.emit import emit
+from safetune.cli.output import counted, echo, prints_to_stderr
+from safetune.cli.stored import counts, open_store
+from safetune.keys.tuning_key import INTERPRETER
 from safetune.outcome import duration
 from safetune.settings import Mode, Settings
+from safetune.show.tables import Block, Table, heading
+from safetune.show.words import call_data, call_words
 
 if TYPE_CHECKING:
     from safetune.offline.coverage import Covered
+    from safetune.store.local.store import Store
+    from safetune.store.records import KeyRecord, RecordedCall
 
 #: How many calls without a choice of their own are listed.
 _MOST_LISTED = 10
 
 
-@command("coverage", "safetune coverage", "safetune coverage --json")
+@command("coverage", "safetune coverage", "safetune coverage my_kernels.py --fail-under 100")
+@click.argument("target", nargs=-1)
 @click.option(
     "--calls",
     "database",
@@ -37,52 +40,111 @@ _MOST_LISTED = 10
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The calls that another safetune.db has recorded.",
 )
-def coverage_command(database: Path | None, as_json: bool) -> None:
+@click.option(
+    "--fail-under",
+    metavar="PERCENT",
+    type=click.FloatRange(0, 100),
+    help="Exit with 1 if fewer of the calls have a choice in the store or in a pack.",
+)
+def coverage_command(
+    target: tuple[str, ...], database: Path | None, fail_under: float | None
+) -> None:
     """Show which of the calls that SAFETUNE_MODE=record has recorded have a choice.
 
     A call is launched with the choice of its key in the store (exact) or in a pack, with that of
-    the nearest key of its kernel, or with the first config (nothing).
+    the nearest key of its kernel, or with the first config (nothing); it has changed if its kernel
+    was edited, refuses it, or is gone. Kernels are imported for that, from TARGET or from the
+    modules that defined them. With --fail-under, a call whose kernel could not be imported is one
+    without a choice, and so are calls that were lost.
     """
-    from safetune.offline.coverage import coverage
     from safetune.store.local.store import Store
-    from safetune.store.lookup import open_lookup
 
     store = open_store() if database is None else Store.open_read_only(database)
-    calls, keys = store.calls(), store.keys()
-    if not calls:
-        raise TargetError("no call is recorded; run the program with SAFETUNE_MODE=record")
-    lookup = open_lookup(replace(Settings.current(), mode=Mode.FROZEN))
-    covered = sorted(coverage(calls, keys, lookup), key=lambda each: -each.time_ms)
-    if as_json:
-        print_json(_data(covered))
-    else:
-        _print(covered)
+    with prints_to_stderr():
+        keys = store.keys()
+        _use_interpreter_as_recorded(store.calls(), keys)
+        from safetune.offline.coverage import certain_share, coverage
+        from safetune.store.lookup import open_lookup
+
+        calls, kernels = targets.recorded(store, target)
+        lookup = open_lookup(replace(Settings.current(), mode=Mode.FROZEN))
+        found = coverage(calls, keys, kernels, lookup)
+        covered = sorted(found, key=lambda each: -each.time_ms)
+    lost = _lost(store)
+    emit(_data(covered, lost), _blocks(covered, lost))
+    share = certain_share(covered)
+    if fail_under is not None and (share < fail_under / 100 or lost):
+        had = f"{_percent(share)} of the calls have a choice of their key"
+        under = f", which is under {fail_under:g} %" * (share < fail_under / 100)
+        echo("; ".join([had + under, *lost]), err=True)
+        click.get_current_context().exit(1)
 
 
-def _print(covered: Sequence[Covered]) -> None:
-    from safetune.offline.coverage import shares
+def _use_interpreter_as_recorded(calls: Sequence[RecordedCall], keys: Sequence[KeyRecord]) -> None:
+    """Have Triton interpret kernels where all calls were recorded so, and the user has no wish."""
+    of_calls = {call.key for call in calls}
+    devices = {key.device["name"] for key in keys if key.digest in of_calls}
+    if devices == {INTERPRETER}:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
-    console = stdout_console()
+
+def _lost(store: Store) -> list[str]:
+    """Return what is not among the recorded calls, though the program may have made it."""
+    rows = counts(store).get("call", 0)
+    lines = []
+    if damaged := rows - len(store.calls()):
+        lines.append(f"{counted(damaged, 'recorded call')} cannot be read: record again")
+    if rows >= store.most_calls:
+        lines.append(f"{rows} keys are recorded, and no store keeps more: others may be missing")
+    return lines
+
+
+def _blocks(covered: Sequence[Covered], lost: Sequence[str]) -> Iterator[Block]:
+    from safetune.offline.coverage import Found, shares
+
     names = dict.fromkeys(each.call.name for each in covered)
-    rows = {name: [each for each in covered if each.call.name == name] for name in names}
-    records = [
-        {
-            "kernel": name,
-            "keys": len(entries),
-            "calls": sum(each.calls for each in entries),
-            "time": duration(sum(each.time_ms for each in entries)),
-            **{kind: " / ".join(map(_percent, both)) for kind, both in shares(entries).items()},
-        }
-        for name, entries in (*rows.items(), ("all", covered))
-    ]
-    print_records(console, "shares of calls / of time", records)
+    groups = {name: [each for each in covered if each.call.name == name] for name in names}
+    kinds = {each.found.value for each in covered}
+    yield heading("shares of calls / of time")
+    yield Table.of(
+        [
+            {
+                "kernel": name,
+                "keys": len(group),
+                "calls": sum(each.calls for each in group),
+                "time": duration(sum(each.time_ms for each in group)),
+                **{
+                    kind: " / ".join(map(_percent, both))
+                    for kind, both in shares(group).items()
+                    if kind in kinds
+                },
+            }
+            for name, group in (*groups.items(), ("all", covered))
+        ],
+        spare=("keys", "calls"),
+    )
+    yield ""
     missing = [each for each in covered if not each.found.is_of_key]
     for each in missing[:_MOST_LISTED]:
         call = f"{each.call.name} {call_words(each.call.arguments['call'])}"
         often = f"{counted(each.calls, 'call')}, {duration(each.time_ms)}"
-        console.print(f"{each.found.value}: {call}, {often}")
+        why = f": {each.problem}" * (each.found is Found.CHANGED)
+        yield f"{each.found.value}: {call}, {often}{why}"
     if len(missing) > _MOST_LISTED:
-        console.print(f"and {counted(len(missing) - _MOST_LISTED, 'more key')}")
+        yield f"and {counted(len(missing) - _MOST_LISTED, 'more key')}"
+    unsure = [each for each in covered if each.problem and each.found is not Found.CHANGED]
+    for (name, problem), of_both in _grouped(unsure):
+        yield f"not compared with the code: {counted(of_both, 'key')} of {name}: {problem}"
+    yield from lost
+    if captured := sum(each.captured for each in covered):
+        yield (
+            f"{counted(captured, 'call')} went into CUDA graphs and count once: replays of a graph "
+            "are not counted"
+        )
+
+
+def _grouped(covered: Iterable[Covered]) -> list[tuple[tuple[str, str], int]]:
+    return [*Counter((each.call.name, each.problem) for each in covered).items()]
 
 
 def _percent(share: float) -> str:
@@ -90,20 +152,19 @@ def _percent(share: float) -> str:
     return "100 %" if share == 1 else f"{min(share * 100, 99.9):.3g} %"
 
 
-def _data(covered: Sequence[Covered]) -> dict[str, Any]:
+def _data(covered: Sequence[Covered], lost: Sequence[str]) -> dict[str, Any]:
     from safetune.offline.coverage import shares
 
     calls = [
         {
             "kernel": each.call.name,
-            "call": each.call.arguments.get("call"),
+            "call": call_data(each.call.arguments["call"]),
             "key": each.call.key,
             "found": each.found.value,
-            "calls": each.calls,
-            "time_ms": each.time_ms,
+            **{name: getattr(each, name) for name in ("calls", "captured", "time_ms", "problem")},
         }
         for each in covered
     ]
     both = shares(covered).items()
     by_calls, by_time = ({kind: shared[place] for kind, shared in both} for place in (0, 1))
-    return {"by_calls": by_calls, "by_time": by_time, "calls": calls}
+    return {"by_calls": by_calls, "by_time": by_time, "calls": calls, "lost": [*lost]}

@@ -1,4 +1,4 @@
-"""`safetune lint`: what is wrong with the tuners of a tree, from their text."""
+"""`safetune lint`: mistakes in the tuners of a tree, from their text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 import click
 
 from safetune.cli.command import FILE, command
+from safetune.cli.emit import wants_json
 from safetune.cli.output import counted, echo
 from safetune.lint.check import check
 from safetune.lint.formats import FORMATS
-from safetune.lint.rules import DEFAULT, RULES
+from safetune.lint.rules import RULES
 
-_CHOICE = click.Choice([*RULES, "all"])
+_CHOICE = click.Choice([*RULES])
 
 
 @command(
     "lint",
     "safetune lint .",
-    "safetune lint my_package --format sarif > lint.sarif",
-    "safetune lint kernels.py --select all --ignore bucket",
+    "safetune lint my_package --format github",
+    "safetune lint kernels.py --ignore bucket",
 )
 @click.argument("path", nargs=-1, required=True, type=FILE)
 @click.option(
@@ -38,16 +39,14 @@ def lint_command(
     form: str,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
-    as_json: bool,
 ) -> None:
     """Find mistakes in the tuners under PATH: phantom key names, missing flags, and others.
 
     Nothing is imported or run. A comment `# safetune: ignore[RULE]` on the line of a finding, of
     the decorator or of the kernel's `def` suppresses findings. Exits with 1 if there are any.
     """
-    rules = {*RULES} if "all" in select else {*(select or DEFAULT)}
-    findings, tuners = check(path, rules.difference(ignore))
-    form = "json" if as_json else form
+    findings, tuners = check(path, {*(select or RULES)}.difference(ignore))
+    form = "json" if wants_json() else form
     text = FORMATS[form](findings)
     if text:
         echo(text)

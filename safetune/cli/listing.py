@@ -3,62 +3,29 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import click
-from rich.console import Console
 
 from safetune.cli.command import Filter, command, filtered
-from safetune.cli.layout import Column, print_fact
-from safetune.cli.output import (
-    PACK,
-    date,
-    describe,
-    echo,
-    print_json,
-    readable_call,
-    stdout_console,
-)
-from safetune.cli.stored import open_store
-from safetune.cli.trials import print_choices, time_words
-from safetune.errors import SafetuneError
-from safetune.frozen import dataclass
+from safetune.cli.emit import emit
+from safetune.cli.stored import copy_of_shared, open_store, shared_option
 from safetune.outcome import Mark
-from safetune.settings import Settings
-from safetune.store.local.store import AGREED, IMPORTED
-from safetune.store.records import ChoiceRecord, KeyRecord
-
-if TYPE_CHECKING:
-    from safetune.store.local.store import Store
-
-#: The kernel's digest and the source file are cut to this.
-_DIGEST = 8
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A choice with its key, and where it is from, as `Store.origin` says it."""
-
-    key: KeyRecord
-    choice: ChoiceRecord
-    origin: str
-
-    @property
-    def short_source(self) -> str:
-        """Where it is from, in a word."""
-        if self.origin.startswith(PACK):
-            return "pack"
-        known = {"": "here", IMPORTED: "import", AGREED: "sync()"}
-        return known.get(self.origin, "shared")
-
-
-def by_kernel(key: KeyRecord) -> Any:
-    """Return the place of a key among others: by kernel, then by its values."""
-    from safetune.store.packs.packs import natural
-
-    return key.kernel_name, key.kernel_file, key.kernel_line, natural(key.call)
-
+from safetune.show.choices import choice_blocks
+from safetune.show.keys import (
+    Entry,
+    by_kernel,
+    entries_of,
+    grouped,
+    kernel_blocks,
+    newest_sources,
+    stored_entries,
+)
+from safetune.show.tables import Block, Column
+from safetune.show.words import call_data, date, origin_word, readable_call, time_words
+from safetune.store.records import ChoiceRecord
+from safetune.store.schema import time_text
 
 _SORTS: dict[str, Callable[[Entry], Any]] = {
     "kernel": lambda entry: by_kernel(entry.key),
@@ -67,14 +34,24 @@ _SORTS: dict[str, Callable[[Entry], Any]] = {
 }
 
 
+def _since(_: click.Context, __: click.Parameter, text: str | None) -> float:
+    """Return the time of a day or a minute."""
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp() if text else 0.0
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a day; give e.g. 2026-11-01") from None
+
+
 @command("list", "safetune list", "safetune list --device H100 --since 2026-11-01 --sort time")
 @filtered("kernel", "device", "file")
 @click.option(
     "--since",
-    type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M"]),
+    metavar="YYYY-MM-DD",
+    callback=_since,
     help="Only choices made on this day or later.",
 )
 @click.option("--disputed", is_flag=True, help="Only choices whose result is disputed.")
+@shared_option("List what the shared store has, in place of this node's choices.")
 @click.option(
     "--sort",
     type=click.Choice(list(_SORTS)),
@@ -82,94 +59,55 @@ _SORTS: dict[str, Callable[[Entry], Any]] = {
     show_default=True,
     help="Sort by kernel and file, by time, or the newest first.",
 )
+@click.option(
+    "--all", "everything", is_flag=True, help="Also list sources that were tuned earlier."
+)
 def list_choices(
-    only: Filter, since: datetime.datetime | None, disputed: bool, sort: str, as_json: bool
+    only: Filter, since: float, disputed: bool, shared: bool, sort: str, everything: bool
 ) -> None:
     """List the stored choices, one row per kernel, arguments and device.
 
-    Kernels of one name are told apart by file, line and digest. Choices in the directories of
+    Kernels of one name are told apart by file, line and digest. Of a kernel whose source has
+    changed, only the source that was tuned last is listed. Choices in the directories of
     SAFETUNE_PACKS are listed for keys that have none in the store.
     """
-    after = since.timestamp() if since else 0.0
     entries = [
         entry
-        for entry in entries_of(open_store())
+        for entry in (stored_entries(copy_of_shared()) if shared else entries_of(open_store()))
         if only.matches(entry.key)
-        if entry.choice.created >= after
+        if entry.choice.created >= since
         if not disputed or entry.choice.dispute
     ]
     entries.sort(key=_SORTS[sort])
-    if as_json:
-        print_json([choice_data(entry) for entry in entries])
-        return
-    console = stdout_console()
-    if not entries and (only != Filter() or since or disputed):
-        console.print("No choice matches.")
-    elif not entries:
-        console.print("No choice is stored yet; run `safetune tune` first.")
+    shown, folded = (entries, "") if everything else newest_sources(entries)
+    is_filtered = only != Filter() or bool(since) or disputed
+    blocks = _blocks(shown, folded, is_filtered)
+    emit([choice_data(entry) for entry in entries], blocks)
+
+
+def _blocks(entries: Sequence[Entry], folded: str, is_filtered: bool) -> Iterator[Block]:
+    if not entries:
+        nothing = "No choice is stored yet: launch a kernel, or run `safetune tune`."
+        yield "No choice matches." if is_filtered else nothing
     for group in grouped(entries):
-        print_kernel(console, group[0].key)
+        yield from kernel_blocks(group[0].key)
+        choices = [entry.choice for entry in group]
         columns = [
-            Column("time", tuple(time_words(entry.choice.median_ms) for entry in group)),
-            Column("made", tuple(date(entry.choice.created) for entry in group), spare=2),
-            Column("from", tuple(entry.short_source for entry in group), spare=1),
-            Column("", tuple(_remarks(entry) for entry in group)),
+            Column("time", [time_words(choice.median_ms) for choice in choices]),
+            Column("made", [date(choice.created) for choice in choices], spare=True),
+            Column("from", [origin_word(entry.origin) for entry in group], spare=True),
+            Column("", [_remarks(choice) for choice in choices]),
         ]
         calls = [readable_call(entry.key.call) for entry in group]
-        print_choices(console, calls, [entry.choice.config for entry in group], columns)
+        yield from choice_blocks(calls, [choice.config for choice in choices], columns)
+    if folded:
+        yield folded
 
 
-def entries_of(store: Store, kernel: str | None = None) -> list[Entry]:
-    """Return the stored choices, and those in packs for other keys."""
-    found = [Entry(e.key, e.choice, store.origin(e.choice)) for e in store.choices(kernel)]
-    known = {entry.key.digest for entry in found}
-    for each in _in_packs():
-        if each.key.digest not in known and kernel in (None, each.key.kernel_name):
-            known.add(each.key.digest)
-            found.append(each)
-    return found
-
-
-def _in_packs() -> Iterator[Entry]:
-    from safetune.store.packs import exchange
-
-    for directory in Settings.current().packs:
-        try:
-            collected = exchange.collect(directory)
-        except (SafetuneError, OSError) as error:
-            echo(f"Warning: packs are left out: {describe(error)}", err=True)
-            continue
-        for entry in collected.entries:
-            yield Entry(entry.key, entry.choice, f"{PACK}{directory}")
-
-
-def grouped(entries: Iterable[Any]) -> list[list[Any]]:
-    """Return what is printed in one table: of one kernel, device and toolchain, in its order."""
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for entry in entries:
-        key, toolchain = entry.key, str(sorted(entry.key.toolchain.items()))
-        of = (key.kernel_name, key.kernel_digest, key.device_digest, toolchain)
-        groups.setdefault(of, []).append(entry)
-    return list(groups.values())
-
-
-def _remarks(entry: Entry) -> str:
+def _remarks(choice: ChoiceRecord) -> str:
     """The marks of a choice that a table shows."""
-    marks = (Mark.DISPUTED, Mark.SEARCHED)
-    return ", ".join(mark.value for mark in marks if mark.reason_in(entry.choice.marks))
-
-
-def print_kernel(console: Console, key: KeyRecord) -> None:
-    """Print a kernel's name and place, and the device and toolchain of its keys."""
-    console.print(f"{key.kernel_name}  {_place(key)}", style="bold", soft_wrap=True)
-    toolchain, name = key.toolchain, str(key.device["name"])
-    target = [str(toolchain.get("target"))] * (toolchain.get("target") != name)
-    parts = [name, f"Triton {toolchain.get('triton')}", *target]
-    print_fact(console, "", f"{', '.join(parts)}, source {key.kernel_digest[:_DIGEST]}")
-
-
-def _place(key: KeyRecord) -> str:
-    return f"{key.kernel_file}:{key.kernel_line}" if key.kernel_file else "(file not known)"
+    marks = (Mark.PINNED, Mark.DISPUTED, Mark.SEARCHED, Mark.CONTENDED)
+    return ", ".join(mark.value for mark in marks if mark.reason_in(choice.marks))
 
 
 def choice_data(entry: Entry) -> dict[str, Any]:
@@ -178,7 +116,9 @@ def choice_data(entry: Entry) -> dict[str, Any]:
     return {
         "kernel": entry.key.kernel_name,
         **{name: of_key[f"kernel_{name}"] for name in ("file", "line", "digest")},
-        **{name: of_key[name] for name in ("call", "device", "toolchain")},
-        **{n: of_choice[n] for n in ("config", "median_ms", "generation", "created", "marks")},
+        "call": call_data(entry.key.call),
+        **{name: of_key[name] for name in ("device", "toolchain")},
+        **{name: of_choice[name] for name in ("config", "median_ms", "generation", "marks")},
+        "created": time_text(entry.choice.created),
         "origin": entry.origin or "here",
     }

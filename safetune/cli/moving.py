@@ -1,4 +1,4 @@
-"""`safetune export`, `import`, `merge` and `pack`: choices as files that people review."""
+"""`safetune export` and `import`: choices as files that people review."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 
 from safetune.cli import tables
 from safetune.cli.command import FILE, Filter, command, filtered
-from safetune.cli.output import counted, echo, print_json
+from safetune.cli.emit import emit
+from safetune.cli.output import counted, echo
 from safetune.cli.stored import open_store, shared_directory
 from safetune.errors import TargetError
 from safetune.settings import Settings
@@ -26,30 +27,56 @@ _sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True
     "export",
     "safetune export packs",
     "safetune export h100.json --kernel add_kernel --device H100",
+    "safetune export --into packs",
+    "safetune export --failures failures.json",
 )
-@click.argument("path", metavar="DIR|FILE", type=FILE)
-@tables.format_option(tables.T4)
+@click.argument("path", metavar="[DIR|FILE]", type=FILE, required=False)
+@click.option("--into", metavar="DIR|FILE", type=FILE, help="Merge the choices into this pack.")
+@click.option(
+    "--failures",
+    metavar="FILE",
+    type=FILE,
+    help="Write no choices, but the configs that died or accessed memory illegally, for "
+    "SAFETUNE_FAILURES on another machine.",
+)
+@tables.format_option
 @tables.names_option
 @filtered("kernel", "device")
 def export(
-    path: Path, kind: str, names: tuple[tuple[str, str], ...], only: Filter, as_json: bool
+    path: Path | None,
+    into: Path | None,
+    failures: Path | None,
+    kind: str,
+    names: dict[str, str],
+    only: Filter,
 ) -> None:
     """Write the stored choices to DIR, one file per kernel and device.
 
     With a FILE, whose name ends in .json, writes the choices of one kernel and device. With
-    --format, writes the tables of vLLM, SGLang or Hugging Face kernels to DIR, or all trials as T4.
+    --format, writes the tables of vLLM, SGLang or Hugging Face kernels to DIR. With --into, what
+    DIR or FILE has already stays: of two choices for the same key and configs the later generation
+    wins, then the one made first.
     """
-    if kind == tables.PACK:
-        _write(_packs_of(_stored(), only, path), as_json)
-    elif kind == tables.T4:
-        _write(tables.trials(path, only), as_json, "trial")
+    if failures is not None:
+        if path is not None or into is not None or kind != tables.PACK:
+            raise click.UsageError("--failures FILE stands alone: it needs no DIR and no --format.")
+        _write_failures(failures, only)
+    elif into is not None:
+        if path is not None or kind != tables.PACK:
+            raise click.UsageError("--into PACK stands alone: it needs neither DIR nor --format.")
+        there = [into] if into.exists() else []
+        _write(_packs_of(_merged(there, _stored()), only, into))
+    elif path is None:
+        raise click.UsageError("give DIR or FILE, or --into PACK")
+    elif kind == tables.PACK:
+        _write(_packs_of(_stored(), only, path))
     else:
-        _write(tables.of_choices(_selected(_stored(), only), path, kind, dict(names)), as_json)
+        _write(tables.of_choices(_selected(_stored(), only), path, kind, names))
 
 
 @command("import", "safetune import packs", "safetune import other/safetune.db")
 @_sources
-@tables.format_option(tables.DEJAVU)
+@tables.format_option
 @click.option(
     "--target", metavar="TARGET", help="With --format: the kernels whose stored keys get a choice."
 )
@@ -58,27 +85,23 @@ def import_(
     source: tuple[Path, ...],
     kind: str,
     target: str | None,
-    names: tuple[tuple[str, str], ...],
-    as_json: bool,
+    names: dict[str, str],
 ) -> None:
     """Copy the choices of SOURCE into the store.
 
     SOURCE is a file that export wrote, a directory of such files, or another safetune.db. If a
-    file is broken, no choice is copied. With --format, SOURCE has tables of another project,
-    or caches of triton-dejavu, and each stored key of TARGET gets the config that they name.
+    file is broken, no choice is copied. With --format, SOURCE has tables of another project, and
+    each stored key of TARGET gets the config that they name.
     """
     from safetune.store.packs import exchange
     from safetune.store.shared.protocol import namespace
 
     pack = kind == tables.PACK
-    entries = _merged(source) if pack else tables.read(source, kind, target, dict(names))
+    entries = _merged(source) if pack else tables.read(source, kind, target, names)
     done = exchange.import_into(open_store(writes=True), entries)
     if shared := shared_directory(writes=True):
         for entry in entries:
             shared.publish(namespace(entry.key.device, entry.key.toolchain), [entry])
-    if as_json:
-        print_json(vars(done))
-        return
     lines = [f"{counted(done.new, 'choice')} imported, {done.known} already stored"]
     for count, why in (
         (done.kept, "the store has another choice of the same generation"),
@@ -87,38 +110,7 @@ def import_(
     ):
         if count:
             lines.append(f"{count} not imported: {why}")
-    echo(", ".join(lines))
-
-
-@command("merge", "safetune merge packs other.json --into merged")
-@_sources
-@click.option(
-    "--into", required=True, metavar="DIR|FILE", type=FILE, help="Where to write the result."
-)
-@filtered("kernel", "device")
-def merge(source: tuple[Path, ...], into: Path, only: Filter, as_json: bool) -> None:
-    """Merge the choices of every SOURCE and write them as export does.
-
-    SOURCE is a file that export wrote, a directory of such files, or a safetune.db. Of two choices
-    for the same key and configs the later generation wins, then the one made first.
-    """
-    _write(_packs_of(_merged(source), only, into), as_json)
-
-
-@command("pack", "safetune pack image-packs")
-@click.argument("directory", metavar="DIR", type=FILE)
-@filtered("kernel", "device")
-def pack(directory: Path, only: Filter, as_json: bool) -> None:
-    """Write every choice known on this machine to DIR, for SAFETUNE_PACKS.
-
-    Merges the choices in the store with those in the directories of SAFETUNE_PACKS. DIR must not
-    exist yet, or must be empty.
-    """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise TargetError(f"{directory} exists and is not empty; give a new directory")
-    _write(_packs_of(_merged(_packs(), _stored()), only, directory), as_json)
-    if not as_json:
-        echo(f"use it with SAFETUNE_PACKS={directory.absolute()}")
+    emit(vars(done), [", ".join(lines)])
 
 
 def all_choices() -> list[StoredChoice]:
@@ -171,18 +163,24 @@ def _packs_of(
     return {path / name: (dump(pack), len(pack)) for name, pack in packs.items()}
 
 
-def _write(files: Mapping[Path, tuple[str, int]], as_json: bool, noun: str = "choice") -> None:
-    """Write files, each with its text, and print of how many choices or trials each is."""
+def _write(files: Mapping[Path, tuple[str, int]]) -> None:
+    """Write files, each with its text, and print how many choices each has."""
     from safetune.store.packs import exchange
 
     for file, (text, _) in files.items():
         exchange.write(file, text)
-    if as_json:
-        written = [{"path": str(file), f"{noun}s": count} for file, (_, count) in files.items()]
-        print_json({"written": written})
-        return
-    for file, (_, count) in files.items():
-        echo(f"{file}: {counted(count, noun)}")
+    written = [{"path": str(file), "choices": count} for file, (_, count) in files.items()]
+    lines = (f"{file}: {counted(count, 'choice')}" for file, (_, count) in files.items())
+    emit({"written": written}, lines)
+
+
+def _write_failures(file: Path, only: Filter) -> None:
+    from safetune.store.packs import exchange, failures
+
+    found = failures.of_store(open_store(), only.matches)
+    exchange.write(file, failures.dump(found))
+    written = [{"path": str(file), "failures": len(found)}]
+    emit({"written": written}, [f"{file}: {counted(len(found), 'failure')}"])
 
 
 def _selected(entries: Sequence[StoredChoice], only: Filter) -> list[StoredChoice]:

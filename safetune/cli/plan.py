@@ -1,79 +1,69 @@
-"""What `safetune tune --dry-run` prints: a plan, as tables or as JSON."""
+"""What `safetune tune --dry-run` prints: a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safetune.cli.layout import print_records
-from safetune.cli.output import counted, left_out_data, print_json, stdout_console
+from safetune.cli.emit import emit
+from safetune.cli.output import counted
+from safetune.show.tables import Block, Table, heading
+from safetune.show.words import about, left_out_data
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan
     from safetune.offline.replay import LeftOut
 
 
-def print_plan(plan: Plan, left_out: Sequence[LeftOut], as_json: bool) -> None:
+def print_plan(plan: Plan, left_out: Sequence[LeftOut]) -> None:
     """Print every tuning of a plan, and what is left to do in all."""
     tunings = [
         {
-            "kernel": each.sketch.kernel,
-            "shape": each.sketch.shape,
-            "dtype": each.sketch.dtype,
-            "key": each.key,
-            "configs": each.configs,
-            "stored": each.stored,
-            "to_measure": len(each.new),
-            "compilations": len(each.binaries),
-            "share": each.share,
-            "estimate_s": each.estimate_s,
+            **{name: getattr(tuning, name) for name in ("kernel", "shape", "dtype", "key")},
+            "configs": tuning.configs,
+            "stored": tuning.stored,
+            "to_measure": len(tuning.new),
+            "share": tuning.share,
+            "estimate_s": tuning.estimate_s,
         }
-        for each in plan.tunings
+        for tuning in plan.tunings
     ]
-    if as_json:
-        names = ("configs", "stored", "compilations", "estimate_s")
-        all_together = {name: getattr(plan, name) for name in names}
-        data = {"tunings": tunings, "to_measure": plan.new, **all_together}
-        print_json({**data, "left_out": left_out_data(left_out)})
-        return
-    console = stdout_console()
-    print_records(console, "plan", [_record(each) for each in tunings])
-    console.print(plan_words(plan))
+    in_all = {name: getattr(plan, name) for name in ("configs", "stored", "estimate_s")}
+    data = {"tunings": tunings, "to_measure": plan.new, **in_all}
+    blocks = _blocks(plan, tunings, left_out)
+    emit({**data, "left_out": left_out_data(left_out)}, blocks)
+
+
+def _blocks(
+    plan: Plan, tunings: Sequence[dict[str, Any]], left_out: Sequence[LeftOut]
+) -> Iterator[Block]:
+    yield heading("plan")
+    yield Table.of([_row(**tuning) for tuning in tunings], spare=("stored", "share", "dtype"))
+    yield ""
+    yield _in_all(plan)
     for left in left_out:
-        console.print(f"not tuned: {left.words}: {left.reason}")
+        yield f"not tuned: {left.words}: {left.reason}"
 
 
-def _record(tuning: dict[str, Any]) -> dict[str, Any]:
-    share, estimate_s = tuning["share"], tuning["estimate_s"]
+def _row(
+    *, key: str, to_measure: int, share: float | None, estimate_s: float | None, **shown: Any
+) -> dict[str, Any]:
     return {
-        **{name: tuning[name] for name in ("kernel", "shape", "dtype", "configs", "stored")},
-        "to measure": tuning["to_measure"],
-        "compilations": tuning["compilations"],
+        **shown,
+        "to measure": to_measure,
         "share": "" if share is None else f"{share * 100:.3g} %",
         "time": "" if estimate_s is None else about(estimate_s),
     }
 
 
-def plan_words(plan: Plan) -> str:
+def _in_all(plan: Plan) -> str:
     """Return what a plan leaves to do, as one line."""
-    kernels = len({each.sketch.kernel for each in plan.tunings})
+    kernels = len({tuning.kernel for tuning in plan.tunings})
     parts = [
         f"{counted(len(plan.tunings), 'tuning')} of {counted(kernels, 'kernel')}",
         f"{counted(plan.configs, 'config')}, {plan.stored} stored, {plan.new} to measure",
     ]
-    if plan.compilations:
-        parts.append(f"at most {counted(plan.compilations, 'compilation')}")
     if plan.new and plan.estimate_s is not None:
         least = "" if plan.is_estimated else "at least "
         parts.append(f"{least}about {about(plan.estimate_s)}, as in earlier tunings")
     return "; ".join(parts)
-
-
-def about(seconds: float) -> str:
-    """Return a length of time, with one unit or two."""
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"

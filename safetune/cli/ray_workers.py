@@ -1,14 +1,14 @@
-"""`safetune tune --ray ADDRESS`: an actor for each GPU of a Ray cluster; Ray places them.
+"""`safetune tune --ray ADDRESS`: the worker of `--devices` in an actor for each GPU of a cluster.
 
-An actor starts the worker that `--devices` starts: actors on one node are the workers of a shard.
-Choices go through the shared store, and what a worker tells comes back through Ray.
+Ray places the actors. Their events come back through Ray, and the choices go through the shared
+store.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetune.cli.workers import DroppedOut, Event, LocalWorker, gather
 from safetune.errors import InvalidSetting, NoDevice
 from safetune.settings import Settings
 
-#: How long Ray may take to start all actors; where GPUs are taken, it waits for them.
+#: How long Ray may take to start an actor; where GPUs are taken, it waits for them.
 _START_S = 600.0
 
 
@@ -37,9 +37,23 @@ def tune_on_ray(
     except ImportError as error:
         raise InvalidSetting(f"--ray: {error}; pip install 'safetune[ray]'") from error
     ray.init(address, log_to_driver=True, logging_level="ERROR")
+    kind = "CPU" if interpreted else "GPU"
     try:
-        workers = _workers(ray, "CPU" if interpreted else "GPU", arguments)
-        yield from gather(workers)
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        sizes = {node: int(resources.get(kind, 0)) for node, resources in nodes.items()}
+        if not any(sizes.values()):
+            raise NoDevice(
+                f"--ray: the cluster has no {kind}; TRITON_INTERPRET=1 tunes on its CPUs"
+            )
+        wanted = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": 1}
+        places = defaultdict[str, Iterator[int]](itertools.count)
+        actor = ray.remote(**wanted)(Actor)
+        yield from gather(
+            [
+                _RayWorker(f"Ray {kind} {number}", actor.remote(), arguments, sizes, places)
+                for number in range(sum(sizes.values()))
+            ]
+        )
     finally:
         ray.shutdown()
 
@@ -47,46 +61,71 @@ def tune_on_ray(
 class Actor:
     """Runs one worker on its node."""
 
+    _worker: LocalWorker
+
     def node(self) -> str:
         """Return where it is."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def tune(
+    def plan(
         self, arguments: Sequence[str], variables: Mapping[str, str], directory: str
     ) -> Iterator[Event]:
-        """Yield the events of a worker; raises `DroppedOut`."""
+        """Start the worker, in this directory if the node has it."""
         if os.path.isdir(directory):
             os.chdir(directory)
-        worker = LocalWorker("", arguments, variables)
-        try:
-            yield from worker.events()
-        finally:
-            worker.stop()
+        self._worker = LocalWorker("", arguments, variables)
+        yield from self._worker.plan()
+
+    def tune(self, key: str) -> Iterator[Event]:
+        """Start tuning a key."""
+        yield from self._worker.tune(key)
+
+    def finish(self) -> Iterator[Event]:
+        """Ask it to end."""
+        yield from self._worker.finish()
 
 
 class _RayWorker:
-    """A worker in an actor."""
+    """A worker in an actor.
 
-    def __init__(self, name: str, actor: Any, arguments: Sequence[str]) -> None:
-        self.name, self._actor = name, actor
-        variables = {n: v for n, v in os.environ.items() if n.startswith(("SAFETUNE_", "TRITON_"))}
-        self._told = actor.tune.options(num_returns="streaming").remote(
-            list(arguments), variables, os.getcwd()
-        )
+    Args:
+        sizes: how many actors each node may have.
+        places: how many it has, a counter for each.
+    """
 
-    def events(self) -> Iterator[Event]:
-        """Yield what it tells."""
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        arguments: Sequence[str],
+        sizes: Mapping[str, int],
+        places: Mapping[str, Iterator[int]],
+    ) -> None:
+        self.name, self._actor, self._arguments = name, actor, arguments
+        self._sizes, self._places = sizes, places
+
+    def plan(self) -> Iterator[Event]:
+        """Yield its events until its plan is made, which begins when Ray has placed it."""
         import ray
 
         try:
-            for told in self._told:
-                yield ray.get(told)
-        except ray.exceptions.RayActorError as error:
-            raise DroppedOut("its actor ended, or its node did") from error
-        except ray.exceptions.RayTaskError as error:
-            raise DroppedOut(str(error.cause)) from error
+            node = ray.get(self._actor.node.remote(), timeout=_START_S)
+        except ray.exceptions.RayError as error:
+            raise DroppedOut(f"Ray has not started its actor: {error}") from error
+        number = next(self._places[node]) + 1
+        worker = f"--worker={number}/{max(number, self._sizes.get(node, 1))}"
+        variables = {n: v for n, v in os.environ.items() if n.startswith(("SAFETUNE_", "TRITON_"))}
+        yield from self._told("plan", [worker, *self._arguments], variables, os.getcwd())
+
+    def tune(self, key: str) -> Iterator[Event]:
+        """Yield its events until a key is done."""
+        return self._told("tune", key)
+
+    def finish(self) -> Iterator[Event]:
+        """Yield its events until it has ended."""
+        return self._told("finish")
 
     def stop(self) -> None:
         """End its actor, and the process that it has started."""
@@ -94,22 +133,15 @@ class _RayWorker:
 
         ray.kill(self._actor)
 
+    def _told(self, method: str, *arguments: object) -> Iterator[Event]:
+        """Yield the results of a method of the actor."""
+        import ray
 
-def _workers(ray: Any, kind: str, arguments: Sequence[str]) -> list[_RayWorker]:
-    """Start an actor for each GPU or CPU of the cluster."""
-    count = int(ray.cluster_resources().get(kind, 0))
-    if not count:
-        raise NoDevice(f"--ray: the cluster has no {kind}; TRITON_INTERPRET=1 tunes on its CPUs")
-    each = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": 1}
-    actors = [ray.remote(**each)(Actor).remote() for _ in range(count)]
-    nodes = ray.get([actor.node.remote() for actor in actors], timeout=_START_S)
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes), 1)}
-    sizes, seen, now = Counter(nodes), Counter[str](), time.time()
-    workers = []
-    for actor, node in zip(actors, nodes, strict=True):
-        seen[node] += 1
-        place = f"--shard={numbers[node]}/{len(numbers)}"
-        worker = f"--worker={seen[node]}/{sizes[node]}@{now}"
-        name = f"node {numbers[node]} {kind} {seen[node] - 1}"
-        workers.append(_RayWorker(name, actor, [place, worker, *arguments]))
-    return workers
+        try:
+            told = getattr(self._actor, method).options(num_returns="streaming")
+            for event in told.remote(*arguments):
+                yield ray.get(event)
+        except ray.exceptions.RayActorError as error:
+            raise DroppedOut("its actor ended, or its node did") from error
+        except ray.exceptions.RayTaskError as error:
+            raise DroppedOut(str(error.cause)) from error

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from safetune.cli.output import (
-    config_words,
-    counted,
-    date,
-    describe,
-    echo,
-    left_out_data,
-    outcome_data,
-    print_json,
-    source_words,
-    stdout_console,
-)
-from safetune.cli.trials import Row, Summary, failures, print_summary, print_trials
+from safetune.cli.display import counts_of
+from safetune.cli.emit import emit
+from safetune.cli.output import counted, describe, echo
 from safetune.cli.workers import Event
 from safetune.errors import NoWorkingConfig, SafetuneError
 from safetune.outcome import Mark, Outcome
+from safetune.show.choices import Row, Summary, failures, summary_blocks, trial_blocks
+from safetune.show.tables import Block, heading
+from safetune.show.words import config_words, date, left_out_data, origin_words, outcome_data
+from safetune.store.schema import time_text
 
 if TYPE_CHECKING:
     from triton import Config
 
-    from safetune.offline.plan import Plan, Planned
-    from safetune.offline.shards import Turn
+    from safetune.offline.plan import Planned
     from safetune.offline.tasks import Task
     from safetune.tuning.requests import TuningResult
 
 OF_TITLE = ("kernel", "shape", "dtype")
-
-_name = itemgetter("key", "shape", "dtype")
 
 
 class Report:
@@ -57,51 +45,40 @@ class Report:
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         #: Recorded calls, each in `words`, with the `reason`, and whether they `failed`.
         self.left_out: list[Any] = []
-        self.left = 0  # to other shards
-        self._not_begun: dict[tuple[str, ...], dict[str, str]] = {}
-        self._planned = 0
+        self.left = 0  # to other processes, which tune them
+        self.not_begun: list[dict[str, str]] = []
 
-    def begin(self, plan: Plan) -> None:
-        """Note how many tunings there are, and which recorded calls are not among them."""
-        self._planned = len(plan.tunings)
+    def begin(self, tunings: Sequence[Planned]) -> None:
+        """Tell which tunings are planned, and which recorded calls are not among them."""
         if self.tell is not None:
             names = ("words", "reason", "failed")
             left_out = [{name: getattr(left, name) for name in names} for left in self.left_out]
-            self.tell({"planned": self._planned, "new": plan.new, "left_out": left_out})
-        elif plan.tunings:  # it may take hours until the end says it
+            self.tell({"plan": counts_of(tunings), "left_out": left_out})
+        elif tunings:  # it may take hours until the end says it
             _tell_left_out(self.left_out)
 
     def take(self, name: str, event: Event) -> None:
-        """Note what a worker tells.
-
-        A tuning that one worker began and another one finished is one, with the configs of both.
-        """
-        if "planned" in event:
-            self._planned = event["planned"]
+        """Record a worker's message."""
+        if "plan" in event:
             told = [SimpleNamespace(**each) for each in event["left_out"]]
             _tell_left_out(left for left in told if left not in self.left_out)
             self.left_out = told
+        self.left += "left" in event
         if "not_begun" in event:
-            self._not_begun[_name(event["not_begun"])] = event["not_begun"]
+            self.not_begun.append(event["not_begun"])
         if "facts" not in event:
             return
         import msgspec
 
-        told = event["facts"]
+        facts = event["facts"]
         rows = [Row(c, msgspec.convert(o, Outcome), chosen) for c, o, chosen in event["trials"]]
-        same = [each for each in self.tuned if _name(each[0]) == _name(told)]
-        best, rows = max([*same, (told, rows)], key=lambda each: each[0]["measured"])
-        measured = told["measured"] + sum(each["measured"] for each, _ in same)
-        facts = {**best, "measured": measured}
-        self.tuned = [each for each in self.tuned if _name(each[0]) != _name(told)]
         self.tuned.append((facts, rows))
-        if told["measured"] or not same:
-            words = "  ".join(facts[each] for each in (*OF_TITLE, "choice") if facts[each])
-            news = _news(facts) or f"{measured} measured"
-            echo(f"{len(self.tuned)}/{self._planned} {name}: {words}  ({news})", err=True)
+        words = "  ".join(facts[each] for each in (*OF_TITLE, "choice") if facts[each])
+        news = _news(facts) or f"{facts['measured']} measured"
+        echo(f"{name}: {words}  ({news})", err=True)
 
-    def add(self, turn: Turn[Planned], result: TuningResult) -> None:
-        """Note a finished tuning, also of another shard."""
+    def add(self, planned: Planned, result: TuningResult) -> None:
+        """Note a finished tuning."""
         from safetune.config import config_record
         from safetune.offline.tasks import open_tuning_store
 
@@ -109,38 +86,38 @@ class Report:
         facts = {
             "choice": config_words(config),
             "disputed": stored.dispute,
+            "pinned": stored.pinned,
             "created": stored.created,
             "phases": dict(result.phases),
             "config": config,
             "median_ms": stored.median_ms,
             "origin": open_tuning_store().origin(stored),
         }
-        self._add(turn, facts, result.outcomes, result.measured, result.choice)
+        self._add(planned, facts, result.outcomes, result.measured, result.choice)
 
-    def add_failed(self, turn: Turn[Planned], task: Task, error: NoWorkingConfig) -> None:
+    def add_failed(self, planned: Planned, task: Task, error: NoWorkingConfig) -> None:
         """Note a tuning without a working config."""
         from safetune.config import config_text
 
         declared = {config_text(config): config for config in task.kernel.tuner.configs}
         outcomes = [(declared[text], o) for text, o in error.outcomes if text in declared]
         facts: dict[str, Any] = {"choice": None, "disputed": "", "created": None, "phases": {}}
-        self._add(turn, facts, outcomes, error.measured)
+        self._add(planned, facts, outcomes, error.measured)
 
-    def add_not_begun(self, turn: Turn[Planned], error: Exception) -> None:
-        """Note a tuning that could not begin; another worker may still make it."""
-        sketch, reason = turn.item.sketch, describe(error)
-        echo(f"not tuned: {sketch.words}: {reason}", err=True)
-        names = {name: getattr(sketch, name) for name in OF_TITLE}
-        told = {**names, "key": turn.item.key, "reason": reason}
-        self._not_begun[_name(told)] = told
+    def add_not_begun(self, planned: Planned, error: Exception) -> None:
+        """Note a tuning that could not begin."""
+        reason = describe(error)
+        echo(f"not tuned: {planned.words}: {reason}", err=True)
+        names = {name: getattr(planned, name) for name in OF_TITLE}
+        self.not_begun.append({**names, "key": planned.key, "reason": reason})
         if self.tell is not None:
-            self.tell({"not_begun": told})
+            self.tell({"not_begun": self.not_begun[-1]})
 
-    @property
-    def not_begun(self) -> list[dict[str, str]]:
-        """The tunings that no process could begin, and why."""
-        tuned = {_name(facts) for facts, _ in self.tuned}
-        return [told for name, told in self._not_begun.items() if name not in tuned]
+    def add_left(self) -> None:
+        """Note a key that another process tunes."""
+        self.left += 1
+        if self.tell is not None:
+            self.tell({"left": 1})
 
     def check_begun(self) -> None:
         """Raise `SafetuneError` if no worker could begin a tuning."""
@@ -152,43 +129,35 @@ class Report:
 
     def _add(
         self,
-        turn: Turn[Planned],
+        planned: Planned,
         facts: Mapping[str, Any],
         outcomes: Iterable[tuple[Config, Outcome]],
         measured: int,
         choice: Config | None = None,
     ) -> None:
-        """A shard notes its own, and what it has tuned; a worker all: the one that has tuned a key
-        may have died before it could tell.
-        """
-        if not (measured or turn.is_own or self.tell):
-            return
         from safetune.config import config_record
 
-        sketch, rows = turn.item.sketch, []
-        names = {name: getattr(sketch, name) for name in OF_TITLE}
-        names |= {"device": sketch.request.key.device.name, "key": turn.item.key}
+        rows = []
+        names = {name: getattr(planned, name) for name in OF_TITLE}
+        names |= {"device": planned.request.key.device.name, "key": planned.key}
         for number, (config, outcome) in enumerate(outcomes):  # in the order of the declared ones
             marked = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (number == 0))
             rows.append(Row(config_record(config), marked, config is choice))
-        of_turn = {**names, "measured": measured, **facts}
-        self.tuned.append((of_turn, rows))
+        of_tuning = {**names, "measured": measured, **facts}
+        self.tuned.append((of_tuning, rows))
         if self.tell is not None:
             trials = [[row.config, outcome_data(row.outcome), row.chosen] for row in rows]
-            self.tell({"facts": of_turn, "trials": trials})
+            self.tell({"facts": of_tuning, "trials": trials})
 
-    def print(self, as_json: bool) -> int:
-        """Print everything; return the exit code."""
+    def print(self) -> int:
+        """Print everything, in a worker nothing; return the exit code."""
         tunings = [tuning for tuning, _ in self.tuned]
         failed = sum(tuning["choice"] is None for tuning in tunings)
         refused = any(left.failed for left in self.left_out)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
         nothing = self.left_out and not tunings
-        if self.tell is None and as_json:
-            print_json(self._data())
-        elif self.tell is None:
-            self._print(stdout_console(), failed, disputed)
-            _tell_left_out(self.left_out, err=False)
+        if self.tell is None:
+            emit(self._data(), self._blocks(failed, disputed))
         wrong = failed or refused or nothing or (disputed and not self._allow_disputed)
         return 1 if wrong else 0
 
@@ -203,9 +172,13 @@ class Report:
             for tuning, rows in self.tuned
             for row in rows
         ]
+        tunings = [
+            {**tuning, "created": tuning["created"] and time_text(tuning["created"])}
+            for tuning, _ in self.tuned
+        ]
         return {
             "measured": self._measured,
-            "tunings": [tuning for tuning, _ in self.tuned],
+            "tunings": tunings,
             "trials": trials,
             "not_begun": self.not_begun,
             "left_out": left_out_data(self.left_out),
@@ -215,48 +188,54 @@ class Report:
     def _measured(self) -> int:
         return sum(tuning["measured"] for tuning, _ in self.tuned)
 
-    def _print(self, console: Console, failed: int, disputed: int) -> None:
+    def _blocks(self, failed: int, disputed: int) -> Iterator[Block]:
         if self._everything:
             for tuning, rows in self.tuned:
-                _print_all(console, tuning, rows)
+                yield from _all_blocks(tuning, rows)
         else:
             for kernel in dict.fromkeys(tuning["kernel"] for tuning, _ in self.tuned):
                 of_kernel = [each for each in self.tuned if each[0]["kernel"] == kernel]
                 devices = {tuning["device"] for tuning, _ in of_kernel}
                 names = ("shape", "dtype", "device")[: 2 + (len(devices) > 1)]
-                print_summary(console, kernel, [_summary(*each, names) for each in of_kernel])
+                yield heading(kernel)
+                yield from summary_blocks([_summary(*each, names) for each in of_kernel])
         verdicts = failures([row for _, rows in self.tuned for row in rows])
         if verdicts:
             causes = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
             hint = "" if self._everything else "; --all says why"
-            console.print(f"configs that failed: {causes}{hint}")
+            yield f"configs that failed: {causes}{hint}"
         known = sum(bool(_news(tuning)) for tuning, _ in self.tuned)
-        stored = sum(not (each["choice"] or each["measured"]) for each, _ in self.tuned)
+        stored = sum(not (tuning["choice"] or tuning["measured"]) for tuning, _ in self.tuned)
         not_begun = len(self.not_begun) + sum(left.failed for left in self.left_out)
-        console.print(
+        yield (
             f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
             + (f", {known} already tuned (--force to measure again)" if known else "")
             + (f", {failed} without a working config" if failed else "")
             + (f" ({stored} by stored outcomes: --force to measure again)" if stored else "")
             + (f", {disputed} with a disputed result" if disputed else "")
             + (f", {not_begun} not begun" if not_begun else "")
-            + (f", {self.left} left to other shards" if self.left else "")
+            + (f", {self.left} left to other processes, which tune them" if self.left else "")
         )
+        yield from map(_left_out_words, self.left_out)
 
 
-def _tell_left_out(left_out: Iterable[Any], err: bool = True) -> None:
+def _left_out_words(left: Any) -> str:
+    return f"not tuned: {left.words}: {left.reason}"
+
+
+def _tell_left_out(left_out: Iterable[Any]) -> None:
     for left in left_out:
-        echo(f"not tuned: {left.words}: {left.reason}", err=err)
+        echo(_left_out_words(left), err=True)
 
 
-def _print_all(console: Console, tuning: Mapping[str, Any], rows: list[Row]) -> None:
+def _all_blocks(tuning: Mapping[str, Any], rows: list[Row]) -> Iterator[Block]:
     summary = _summary(tuning, rows)
-    title = "  ".join(summary.call.values())
     note = summary.note or f"{tuning['measured']} measured"
-    console.print(f"{title}  ({note})", style="bold", soft_wrap=True)
+    yield heading(f"{'  '.join(summary.call.values())}  ({note})")
     if tuning["choice"] and not any(row.chosen for row in rows):
-        print_summary(console, "", [summary])
-    print_trials(console, rows)
+        yield from summary_blocks([summary])
+    yield from trial_blocks(rows)
+    yield ""
 
 
 def _summary(
@@ -266,7 +245,7 @@ def _summary(
     if tuning["choice"] is None:
         return Summary(call, rows, None, note="no config works")
     made_here = any(row.chosen for row in rows)
-    source = "" if made_here else source_words(tuning["origin"])
+    source = "" if made_here else origin_words(tuning["origin"])
     note = ", ".join(filter(None, (_news(tuning), source, "disputed" * bool(tuning["disputed"]))))
     return Summary(call, rows, tuning["config"], tuning["median_ms"], note)
 
@@ -274,4 +253,6 @@ def _summary(
 def _news(tuning: Mapping[str, Any]) -> str:
     """When it was tuned, if before this command."""
     is_old = tuning["choice"] is not None and not tuning["measured"]
+    if is_old and tuning["pinned"]:
+        return f"pinned {date(tuning['created'])}"
     return f"already tuned {date(tuning['created'])}" if is_old else ""

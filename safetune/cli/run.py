@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from safetune.cli.command import command
-from safetune.settings import Settings
+from safetune.settings import RUN_KEEP, Settings, parse_keep, parse_kernels
 
 
 @command(
@@ -21,15 +21,37 @@ from safetune.settings import Settings
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
+@click.option(
+    "--keep",
+    metavar="KERNEL:NAME",
+    multiple=True,
+    help="Keep this name in the key of a kernel although nothing reads it; can be repeated.",
+)
+@click.option(
+    "--leave",
+    metavar="KERNEL",
+    multiple=True,
+    help="Leave a kernel to Triton: its name or module.kernel, with * for any text.",
+)
 @click.argument("script")
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-def run_command(module: bool, script: str, arguments: tuple[str, ...]) -> None:
+def run_command(
+    module: bool,
+    keep: tuple[str, ...],
+    leave: tuple[str, ...],
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
     """Run SCRIPT with every triton.autotune replaced by safetune's.
 
     This includes the Python processes that SCRIPT starts, such as torchrun's workers. At exit, each
     process that met a kernel reports on stderr what it tuned.
     """
-    Settings.current()  # a bad variable is an error before the program starts
+    settings = Settings.current()  # a bad variable is an error before the program starts
+    left = settings.leave | parse_kernels("--leave", ",".join(leave))
+    os.environ["SAFETUNE_LEAVE"] = ",".join(sorted(left))
+    parse_keep("--keep", ",".join(keep))
+    os.environ[RUN_KEEP] = ",".join(keep)
     spec = find_spec("safetune.integrations.site")
     assert spec is not None
     assert spec.origin is not None

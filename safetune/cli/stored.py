@@ -1,33 +1,35 @@
-"""`safetune path`, `stats` and `gc`, and how every command opens the store.
+"""Opens the store for every command.
 
-No command here creates a database; where there is no file, the store is empty.
+No command here creates a database; where there is no file, the store is empty. Commands look into
+its tables with sqlite-utils, which a launch never imports.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.command import DAY_S, command, older_than_option
-from safetune.cli.output import counted, echo, moment, print_json
 from safetune.errors import SafetuneError, StoreError, TargetError
-from safetune.settings import Settings, display_url, parse_size
+from safetune.settings import Settings
 
 if TYPE_CHECKING:
+    from safetune.cli.command import Option
     from safetune.store.local.db_files import Location
     from safetune.store.local.store import Store
     from safetune.store.shared.files import Directory
+    from safetune.store.shared.protocol import SharedStore
 
 #: How many kernels an error names.
 _MOST_NAMES = 20
 
-_Each = TypeVar("_Each")
+#: When the newest row of each key was made.
+_NEWEST = (
+    "SELECT key, max(created) AS newest FROM (SELECT key, created FROM trial "
+    "UNION ALL SELECT key, created FROM choice UNION ALL SELECT key, created FROM call) GROUP BY 1"
+)
 
 
 def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -38,95 +40,9 @@ def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> lis
         return []
 
 
-kernel_argument = click.argument("kernel", shell_complete=_kernel_names)
-
-
-@command("path", "safetune path")
-def path(as_json: bool) -> None:
-    """Print the path of the database, whether or not it exists."""
-    where, settings = located(), Settings.current()
-    if as_json:
-        exists = where.database is not None and where.database.exists()
-        data = {"path": where.database and str(where.database), "exists": exists}
-        print_json({**data, **_network(where)})
-        return
-    if warning := where.warning(settings):
-        echo(warning, err=True)
-    if where.database is not None:
-        echo(where.database)
-
-
-@command("gc", "safetune gc --older-than 180 --dry-run")
-@older_than_option(
-    "Delete keys with no trial and no choice in the last DAYS, and damaged databases."
-)
-@click.option(
-    "--dead-toolchains",
-    is_flag=True,
-    help="Delete keys of every Triton version except the installed one.",
-)
-@click.option(
-    "--max-size",
-    metavar="SIZE",
-    help="Delete the oldest keys until the database has about this size.",
-)
-@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
-def gc(
-    older_than: float | None,
-    dead_toolchains: bool,
-    max_size: str | None,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Delete stored keys that are old, of another Triton version, or over a size limit.
-
-    A key is deleted with its trials and choices. Keys that are being tuned now stay.
-    """
-    from safetune.store.local.gc import Rule, sweep
-
-    if older_than is None and not dead_toolchains and max_size is None:
-        raise click.UsageError("give --older-than, --dead-toolchains or --max-size")
-    rule = Rule(
-        before=None if older_than is None else time.time() - older_than * DAY_S,
-        triton=import_module("triton").__version__ if dead_toolchains else None,
-        most_bytes=None if max_size is None else parse_size("--max-size", max_size),
-    )
-    swept = sweep(open_store(), rule, dry_run)
-    if as_json:
-        print_json({**asdict(swept), "dry_run": dry_run})
-        return
-    parts = [counted(getattr(swept, f"{noun}s"), noun) for noun in ("key", "trial", "choice")]
-    for count, noun in ((swept.calls, "recorded call"), (swept.files, "damaged database")):
-        parts += [counted(count, noun)] * bool(count)
-    if swept.empty:
-        parts[0] += f" ({swept.empty} without a trial)"
-    verb = "would delete" if dry_run else "deleted"
-    size = "" if dry_run else f"; {swept.bytes_before} bytes before, {swept.bytes_after} now"
-    echo(f"{verb} {', '.join(parts)}{size}")
-
-
-@command("stats", "safetune stats")
-def stats(as_json: bool) -> None:
-    """Show the size, the contents and the age of the store."""
-    from safetune.store.local import gc
-
-    found = {**gc.stats(open_store()), **_network(located())}
-    if as_json:
-        print_json(found)
-        return
-    width = max(map(len, found))
-    for name, value in found.items():
-        echo(f"{name.replace('_', ' '):<{width}}  {_stats_words(name, value)}")
-
-
-def _stats_words(name: str, value: Any) -> str:
-    if name in ("oldest", "newest") and value is not None:
-        return moment(value)
-    if isinstance(value, dict):
-        return ", ".join(f"{count} {each or '?'}" for each, count in value.items()) or "-"
-    if isinstance(value, list):
-        return ", ".join(value) or "-"
-    return "-" if value in (None, "") else str(value)
+def kernel_argument(required: bool = True) -> Option:
+    """Add the name of a stored kernel."""
+    return click.argument("kernel", required=required, shell_complete=_kernel_names)
 
 
 def located(writes: bool = False) -> Location:
@@ -136,23 +52,14 @@ def located(writes: bool = False) -> Location:
     return locate(Settings.current(), writes=writes)
 
 
-def _network(where: Location) -> dict[str, str]:
-    return {"network": where.network, "shared": display_url(where.shared(Settings.current()))}
-
-
 def check_writable() -> None:
     """Raise `StoreError` unless the database can be written to."""
     from safetune.store.local.store import Store
 
-    where, settings = located(writes=True), Settings.current()
-    directory = where.directory
-    if directory is None and not where.shared(settings):
-        raise StoreError(f"no outcome can be stored: {where.warning(settings)}")
-    if directory is not None:
-        store = Store.open(directory, settings.wait_s)
-        with contextlib.closing(store), store.connection.transaction() as connection:
-            # SQLite begins a transaction also where it can only read.
-            connection.execute("DELETE FROM trial WHERE 0")
+    store = Store.open(located(writes=True).directory, Settings.current().wait_s)
+    with contextlib.closing(store), store.connection.transaction() as connection:
+        # SQLite begins a transaction also where it can only read.
+        connection.execute("DELETE FROM trial WHERE 0")
 
 
 def shared_directory(writes: bool = False) -> Directory | None:
@@ -165,6 +72,32 @@ def shared_directory(writes: bool = False) -> Directory | None:
     return Directory(choices)
 
 
+def shared_option(text: str) -> Option:
+    """Add `--shared`, for the shared store."""
+    return click.option("--shared", is_flag=True, help=text)
+
+
+def shared_store() -> SharedStore | None:
+    """Return the store that several nodes share; None without one."""
+    from safetune.store.shared.opening import open_shared
+
+    url = located().shared(Settings.current())
+    return open_shared(url) if url else None
+
+
+def copy_of_shared() -> Store:
+    """Return what the shared store has, in memory; raises `TargetError` without one."""
+    from safetune.store.local.store import Store
+    from safetune.store.shared import local_copy
+
+    if (shared := shared_store()) is None:
+        raise TargetError("there is no shared store; set SAFETUNE_SHARED to its URL")
+    store = Store.in_memory()
+    with contextlib.closing(shared):
+        local_copy.copy_all(store.connection, shared)
+    return store
+
+
 def open_store(writes: bool = False) -> Store:
     """Return the store, or an empty one where there is no database, unless it is written to.
 
@@ -174,12 +107,12 @@ def open_store(writes: bool = False) -> Store:
 
     database = located(writes).database
     try:
-        is_there = writes or (database is not None and bool(database.stat()))
+        is_there = writes or bool(database.stat())
     except FileNotFoundError:
         is_there = False
     except OSError:
         is_there = True  # opening the store reports the error
-    store = Store.open(database.parent) if database and is_there else Store.in_memory()
+    store = Store.open(database.parent) if is_there else Store.in_memory()
     if shared := shared_directory(writes):
         from safetune.store.shared import local_copy
 
@@ -187,15 +120,38 @@ def open_store(writes: bool = False) -> Store:
     return store
 
 
-def matching(
-    kernel: str, store: Store, stored: Sequence[_Each], wanted: Callable[[_Each], bool]
-) -> list[_Each]:
-    """Return the wanted ones of what is stored of a kernel; raises `TargetError` without any."""
-    if found := [each for each in stored if wanted(each)]:
-        return found
-    if stored:
-        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
+def counts(store: Store) -> dict[str, int]:
+    """Return how many rows each table has."""
+    from safetune.store.local.reading import tables
+
+    with tables(store.connection) as database:
+        return {name: database[name].count for name in database.table_names()}
+
+
+def newest_rows(store: Store) -> dict[str, float]:
+    """Return when the newest trial, choice or recorded call of each key was made."""
+    from safetune.store.local.reading import tables
+
+    with tables(store.connection) as database:
+        newest: dict[str, Any] = {row["key"]: row["newest"] for row in database.query(_NEWEST)}
+    return {key: made for key, made in newest.items() if type(made) in (int, float)}
+
+
+def shrink(store: Store) -> None:
+    """Free the space of deleted rows, if no other process uses the database."""
+    from safetune.store.local.reading import tables
+
+    with contextlib.suppress(StoreError), tables(store.connection) as database:
+        database.vacuum()
+
+
+def check_some(kernel: str, store: Store, matching: Sequence[object]) -> None:
+    """Raise `TargetError` unless something that is stored of a kernel matches the options."""
+    if matching:
+        return
     names = store.kernels()
+    if kernel in names:
+        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     listed = ", ".join(names[:_MOST_NAMES]) + more
     known = f"stored kernels: {listed}" if names else "the store is empty"

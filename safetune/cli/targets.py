@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from safetune.cli.output import location_of, typed
+from safetune.cli.output import echo, location_of, typed
 from safetune.errors import NoDevice, TargetError
+from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel
@@ -64,16 +65,83 @@ def check_wanted(
         )
 
 
-def recorded(store: Store, kernels: Sequence[OfflineKernel]) -> list[RecordedCall]:
-    """Return the recorded calls, of some kernels if any; raises `TargetError` without one."""
-    names = {kernel.name for kernel in kernels}
-    if found := [call for call in store.calls() if not names or call.name in names]:
-        return found
+class Named(NamedTuple):
+    """The kernels that TARGETs name, and all kernels of their modules.
+
+    `whole`: the names and files of the modules of which a TARGET names all kernels.
+    """
+
+    kernels: list[OfflineKernel]
+    there: list[OfflineKernel]
+    whole: frozenset[str]
+
+
+def recorded(store: Store, target: Sequence[str]) -> tuple[list[RecordedCall], list[OfflineKernel]]:
+    """Return the recorded calls, of the kernels of TARGETs if any, and these kernels.
+
+    A call of a file whose kernel is gone is among them, and none of a kernel that is left to
+    Triton. Raises `TargetError` without one.
+    """
+    from safetune.keys.left_kernels import is_left_by_name
+    from safetune.offline.replay import keep_as_recorded
+
+    calls = store.calls()
+    keep_as_recorded(calls)
+    named, settings = named_by(target, with_workload=False), Settings.current()
+    if target:
+        keys = store.keys()
+        files = {key.digest: os.path.realpath(key.kernel_file) for key in keys}
+        calls = [call for call in calls if _is_of(call, files.get(call.key, ""), named)]
+    left = [c for c in calls if is_left_by_name((c.name, c.place.replace(":", ".")), settings)]
+    _tell_left(left)
+    if found := [call for call in calls if call not in left]:
+        return found, named.kernels
     raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
 
 
+def _is_of(call: RecordedCall, file: str, named: Named) -> bool:
+    """Whether a recorded call, of a kernel in `file`, is of what TARGETs name.
+
+    Its kernel may have been edited, or be gone. A kernel of the same name is another one where
+    another file still has it.
+    """
+    digest = call.arguments.get("kernel")
+    for kernels in (named.kernels, named.there):
+        if any(k.name == call.name and k.tuner.identity.digest == digest for k in kernels):
+            return kernels is named.kernels
+    if not {file, call.place.partition(":")[0]}.isdisjoint(named.whole):
+        return True
+    same = [kernel for kernel in named.kernels if kernel.name == call.name]
+    files = {os.path.realpath(kernel.tuner.identity.file) for kernel in same}
+    return file in files or (bool(same) and not os.path.exists(file))
+
+
+def without_left(kernels: Sequence[OfflineKernel]) -> list[OfflineKernel]:
+    """Return the kernels that are not left to Triton; raises `TargetError` without one."""
+    from safetune.keys.left_kernels import is_left
+
+    settings = Settings.current()
+    left = [kernel for kernel in kernels if is_left(kernel.tuner.fn, settings)]
+    if len(left) == len(kernels):
+        raise TargetError("SAFETUNE_LEAVE leaves all kernels of TARGET to Triton")
+    _tell_left(left)
+    return [kernel for kernel in kernels if kernel not in left]
+
+
+def _tell_left(left: Iterable[RecordedCall | OfflineKernel]) -> None:
+    for name in dict.fromkeys(each.name for each in left):
+        echo(f"left to Triton, as SAFETUNE_LEAVE says: {name}", err=True)
+
+
 def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[OfflineKernel]:
+    """Return the kernels that TARGETs name, as `named_by` does."""
+    return named_by(targets, with_workload).kernels
+
+
+def named_by(targets: Iterable[str], with_workload: bool = True) -> Named:
     """Return the kernels that TARGETs name, without duplicates.
+
+    Without workloads, also those under `triton.autotune`.
 
     Raises:
         TargetError: a TARGET does not import, lacks the kernel, or, where one is asked for, has no
@@ -81,14 +149,21 @@ def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[Offli
     """
     load = functools.cache(_load)
     found: dict[int, OfflineKernel] = {}
+    there: list[OfflineKernel] = []
+    whole: set[str] = set()
     for target in targets:
         source, _, wanted = target.partition(":")
-        named = _named(source, wanted.removeprefix(":"), load(source))  # as pytest writes it
+        modules, wanted = load(source), wanted.removeprefix(":")  # as pytest writes it
+        kernels = _kernels_of(source, modules, under_triton=not with_workload)
+        named = _named(source, wanted, modules, kernels) if wanted else kernels
         if with_workload:
             _check_workload(source, named)
+        there += kernels
+        for module in () if wanted else modules:
+            whole.update((module.__name__, os.path.realpath(module.__file__ or "")))
         for kernel in named:
             found.setdefault(id(kernel.tuner), kernel)
-    return list(found.values())
+    return Named(list(found.values()), there, frozenset(whole))
 
 
 def use_interpreter_without_gpu() -> bool:
@@ -175,19 +250,25 @@ def check_shapes(shapes: Iterable[str], names: Sequence[str]) -> None:
             raise TargetError(f"no workload is named {shape!r}; the workloads are: {known}")
 
 
-def _named(source: str, wanted: str, modules: Sequence[ModuleType]) -> list[OfflineKernel]:
-    """The kernels of some modules, or those of one name: an attribute first, else a function."""
+def _kernels_of(
+    source: str, modules: Sequence[ModuleType], under_triton: bool
+) -> list[OfflineKernel]:
+    """The kernels of some modules, without duplicates; raises `TargetError` without one."""
     from safetune.offline.tasks import find_kernels
 
-    found = [kernel for module in modules for kernel in find_kernels(vars(module))]
-    kernels = list({id(kernel.tuner): kernel for kernel in found}.values())
-    if not kernels:
-        raise TargetError(
-            f"{source} has no kernel decorated with @safetune; name a module that has one, or set "
-            "SAFETUNE_INSTALL=1 for those under triton.autotune"
-        )
-    if not wanted:
-        return kernels
+    found = [kernel for module in modules for kernel in find_kernels(vars(module), under_triton)]
+    if found:
+        return list({id(kernel.tuner): kernel for kernel in found}.values())
+    raise TargetError(
+        f"{source} has no kernel decorated with @safetune; name a module that has one. Those "
+        "under triton.autotune are tuned by recorded calls: safetune run, and tune --recorded"
+    )
+
+
+def _named(
+    source: str, wanted: str, modules: Sequence[ModuleType], kernels: list[OfflineKernel]
+) -> list[OfflineKernel]:
+    """The kernels of one name: an attribute first, else a function."""
     values = [getattr(module, wanted, None) for module in modules]
     by_attribute = [k for k in kernels if any(value is k.outer for value in values)]
     by_function = [kernel for kernel in kernels if kernel.name == wanted]

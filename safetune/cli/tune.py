@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,7 +15,8 @@ import click
 
 from safetune.cli import targets, workers
 from safetune.cli.command import ARGUMENTS, Number, command
-from safetune.cli.display import LOOK_S, Display, FleetDisplay, Teller, repeated
+from safetune.cli.display import LOOK_S, Sweep, Teller, counts_of
+from safetune.cli.emit import wants_json
 from safetune.cli.output import echo, prints_to_stderr
 from safetune.cli.plan import print_plan
 from safetune.cli.report import Report
@@ -25,7 +25,6 @@ from safetune.errors import (
     Busy,
     InvalidConfig,
     KernelNotTransferable,
-    NotExclusive,
     NothingToMeasure,
     NoWorkingConfig,
     StoreError,
@@ -34,11 +33,12 @@ from safetune.errors import (
 )
 
 if TYPE_CHECKING:
-    from safetune.offline.plan import Plan, Planned, Sketch
+    from safetune.cli.workers import Parent
+    from safetune.offline.plan import Plan, Planned
     from safetune.offline.replay import LeftOut
-    from safetune.offline.shards import Part, Turn, Turns
+    from safetune.offline.shards import Shard
     from safetune.offline.tasks import OfflineKernel
-    from safetune.tuning.requests import SearchBudget
+    from safetune.settings import SearchBudget
 
 #: What keeps a tuning from its begin, and says nothing of the others.
 _OF_ONE_KEY = (
@@ -64,12 +64,12 @@ _OF_ONE_KEY = (
 @click.option(
     "--shard",
     metavar="auto|2/4",
-    help="Begin with this part of the list; auto: by the rank that srun or torchrun sets.",
+    help="Tune this part of the list; auto: by the rank that srun or torchrun sets.",
 )
 @click.option(
     "--ray", metavar="ADDRESS", help="Tune on all GPUs of a Ray cluster, e.g. auto; needs ray."
 )
-@click.option("--worker", hidden=True, help="As `2/4@SECONDS`: what --devices starts.")
+@click.option("--worker", hidden=True, help="As `2/4`: what --devices starts.")
 @click.option(
     "--force", is_flag=True, help="Measure configs again even if their outcome is stored."
 )
@@ -80,11 +80,6 @@ _OF_ONE_KEY = (
     help="Measure the most promising configs only: 200 of each key, or for 5m in all.",
 )
 @click.option(
-    "--isolation",
-    type=click.Choice(["config", "worker"]),
-    help="A new process for every config, or one process until a config breaks it.",
-)
-@click.option(
     "--recorded", is_flag=True, help="Tune the calls that SAFETUNE_MODE=record has recorded."
 )
 @click.option(
@@ -93,7 +88,6 @@ _OF_ONE_KEY = (
     type=Number(0, 1, min_open=True),
     help="With --recorded: only the keys that take this share of the time, e.g. 0.95.",
 )
-@click.option("--zeros", is_flag=True, help="With --recorded: fill integer tensors with zeros.")
 @click.option(
     "--allow-disputed", is_flag=True, help="Exit with 0 even if the result of a choice is disputed."
 )
@@ -107,70 +101,70 @@ def tune_command(**given: Any) -> None:
     imported.
 
     Exits with 1 if a kernel has no working config, if its configs disagree about the result and
-    nothing shows which are right, if a kernel refuses a recorded call, or if no recorded call can
-    be tuned; with 2 if a tuning cannot begin or outcomes cannot be stored.
+    nothing shows which are right, if the kernel of a recorded call was edited, refuses the call or
+    is not found, or if no recorded call can be tuned; with 2 if a tuning cannot begin or outcomes
+    cannot be stored.
     """
     options = SimpleNamespace(**given)
     if options.worker:  # it has the command line of its parent
         options.devices = options.ray = None
     _check(options)
-    part = _part(options)
+    parent = workers.Parent(options.worker) if options.worker else None
+    shard = _shard(options)
     elsewhere = bool(options.devices or options.ray) and not options.dry_run
     # A cluster may have GPUs where this machine has none.
     switched = not (options.ray and elsewhere) and targets.use_interpreter_without_gpu()
     devices = targets.devices_of(options.devices) if options.devices else {}
-    tell = workers.printer() if options.worker else None
+    tell = parent.tell if parent else None
     report = Report(options.allow_disputed, options.everything, tell)
     try:
         if elsewhere:
             _tell_switched(switched)
             _tune_elsewhere(options, devices, report)
-            sys.exit(report.print(options.as_json))
+            sys.exit(report.print())
         with prints_to_stderr():
             sketches = _asked_for(options, report.left_out)
             _tell_switched(switched)
             if not options.dry_run:
                 check_writable()
-            plan = _planned(sketches, options)
+            plan = _planned(shard.of(sketches), options)
             if not options.dry_run:
-                failed = _tune_all(plan, options, part, report)
+                failed = _tune_all(plan, options, parent, report)
                 _check_written()
-                if failed and tell is None:  # a worker has told its parent
+                if failed and parent is None:  # a worker has told its parent
                     raise failed[0]
     except Exception:
         if report.tuned or report.left_out or report.not_begun:
-            report.print(options.as_json)
+            report.print()
         raise
     if options.dry_run:
-        print_plan(plan, report.left_out, options.as_json)
+        print_plan(plan, report.left_out)
     else:
-        sys.exit(report.print(options.as_json))
+        sys.exit(report.print())
 
 
 def _check(options: SimpleNamespace) -> None:
     targets.check_wanted(options.target, options.shape, options.dtype, options.recorded)
-    for name, given in (("--zeros", options.zeros), ("--top", options.top is not None)):
-        if given and not options.recorded:
-            raise click.UsageError(f"{name} needs --recorded.")
+    if options.top is not None and not options.recorded:
+        raise click.UsageError("--top needs --recorded.")
     if options.device and options.devices:
         raise click.UsageError("--device names one GPU and --devices several: give one.")
     if options.ray and (options.device or options.devices or options.shard):
         raise click.UsageError("With --ray, Ray places the work: give no device and no shard.")
 
 
-def _asked_for(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Sketch]:
+def _asked_for(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned]:
     """Return the tunings that the command line asks for.
 
     Makes the arguments of all of them once, one after the other: a mistake shows before anything
     is tuned.
     """
-    kernels = targets.kernels_of(options.target, with_workload=not options.recorded)
     if options.recorded:
-        return _recorded(kernels, options, left_out)
-    return _declared(kernels, options)
+        return _recorded(options, left_out)
+    return _declared(targets.without_left(targets.kernels_of(options.target)), options)
 
 
-def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> list[Sketch]:
+def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> list[Planned]:
     from safetune.offline import plan, tasks
 
     _prepare(kernels, options)
@@ -193,18 +187,16 @@ def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> lis
     return sketches
 
 
-def _recorded(
-    named: Sequence[OfflineKernel], options: SimpleNamespace, left_out: list[LeftOut]
-) -> list[Sketch]:
-    """Return the tunings of the recorded calls, of the named kernels if any."""
+def _recorded(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned]:
+    """Return the tunings of the recorded calls, of the kernels of TARGETs if any."""
     from safetune.offline import replay, shares, tasks
 
     store = tasks.open_tuning_store(options.dry_run)
-    stored = targets.recorded(store, named)
+    stored, named = targets.recorded(store, options.target)
     if options.top is not None:
         stored = shares.top(stored, options.top)
-    found = replay.sort_out(stored, named, options.zeros, left_out)
-    left_out[:] = [left for left in left_out if store.choice(left.call.key) is None]
+    found = replay.sort_out(stored, named, left_out)
+    left_out[:] = [left for left in left_out if left.failed or store.choice(left.call.key) is None]
     _prepare([kernel for _, kernel in found], options)
     return list(replay.sketches(found, options.device, options.force, left_out))
 
@@ -214,19 +206,17 @@ def _prepare(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> None
     targets.check_device(kernels, options.device)
     for kernel in kernels:
         kernel.tuner.budget = options.budget or kernel.tuner.budget
-        if options.isolation is not None:
-            kernel.tuner.isolate(options.isolation)
 
 
 def _budget(text: str | None) -> SearchBudget | None:
     if text is None:  # as where a shell asks for the options: nothing is imported
         return None
-    from safetune.tuning.requests import SearchBudget
+    from safetune.settings import SearchBudget
 
     return SearchBudget.parse("safetune tune", text)
 
 
-def _planned(sketches: Sequence[Sketch], options: SimpleNamespace) -> Plan:
+def _planned(sketches: Sequence[Planned], options: SimpleNamespace) -> Plan:
     from safetune.offline.plan import plan
     from safetune.offline.tasks import open_tuning_store
 
@@ -238,23 +228,22 @@ def _most_s(options: SimpleNamespace) -> float:
     return math.inf if options.budget is None else options.budget.seconds
 
 
-def _part(options: SimpleNamespace) -> Part | None:
-    """Return what this process does of the whole; None where it does all of it.
+def _shard(options: SimpleNamespace) -> Shard:
+    """Return the part of the list that this process, with its workers, tunes.
 
-    Restricts the process to its GPU and CPU cores: nothing may have used the driver yet.
+    Restricts the process of a launcher to its GPU and CPU cores: nothing may have used the driver
+    yet.
     """
     from safetune.offline import shards
 
-    if not (options.shard or options.worker):
-        return None
-    shard = shards.parse(options.shard, os.environ) if options.shard else shards.Shard()
-    if options.worker:
-        return workers.begin_worker(options.worker, shard)
-    if options.device is None and options.devices is None:
-        number, count = shards.on_node(os.environ)
-        targets.use_gpu_of_rank(number)
-        workers.use_cores_of_rank(number, count)
-    return shards.Part(shard, time.time())
+    if not options.shard:
+        return shards.Shard()
+    shard = shards.parse(options.shard, os.environ)
+    if not (options.worker or options.device or options.devices):
+        rank = shards.on_node(os.environ)
+        targets.use_gpu_of_rank(rank.index)
+        workers.use_cores_of_rank(rank)
+    return shard
 
 
 def _tell_switched(switched: bool) -> None:
@@ -274,60 +263,55 @@ def _tune_elsewhere(
         events = tune_on_ray(options.ray, arguments, targets.is_interpreted())
     else:
         events = workers.tune_on(devices, arguments)
-    shown = FleetDisplay(hidden=options.as_json, most_s=_most_s(options))
-    with prints_to_stderr(), shown as display:
+    sweep = Sweep(_most_s(options))
+    with prints_to_stderr(), _showing(sweep):
         for name, event in events:
-            display.take(name, event)
+            sweep.take(name, event)
             report.take(name, event)
     report.check_begun()
 
 
 def _tune_all(
-    plan: Plan, options: SimpleNamespace, part: Part | None, report: Report
+    plan: Plan, options: SimpleNamespace, parent: Parent | None, report: Report
 ) -> list[Exception]:
-    """Tune what this process gets of a plan; return why some of it could not begin."""
+    """Tune a plan, or what the parent names of it; return why some of it could not begin."""
     from torch import OutOfMemoryError
 
-    from safetune.offline.plan import Sweep
-    from safetune.offline.tasks import help_with_task, tune_task
+    from safetune.miss.how_far import repeated
+    from safetune.offline import plan as plans
+    from safetune.offline.tasks import tune_task
     from safetune.tuning.single_flight import WaitBudget
 
-    turns, failed = _turns(plan, part, options.force, report), list[Exception]()
-    sweep = Sweep(turns.own, plan.most_s)
-    report.begin(plan)
-    shared = part is not None and part.shard.workers > 1
-    with contextlib.ExitStack() as shown:
-        display = shown.enter_context(Display(plan, hidden=options.as_json or bool(report.tell)))
-        if report.tell:
-            look = Teller(display, report.tell).look
-            shown.enter_context(repeated(look, LOOK_S, LOOK_S))
-        for turn in turns:
-            busy, sketch = turn.helps, turn.item.sketch
-            display.begin(sketch.words)
-            budget = WaitBudget(0.0, exclusive=turn.is_of_shards) if part else None
-            task = None
+    failed = list[Exception]()
+    tunings = plans.longest_first(plan.tunings) if parent else list(plan.tunings)
+    # The parent names about every n-th one to each of n workers.
+    shared_time = plans.SharedTime(parent.part.of(tunings) if parent else tunings, plan.most_s)
+    report.begin(tunings)
+    sweep = Sweep(plan.most_s)
+    sweep.plan(counts_of(tunings))
+    told = repeated(Teller(sweep, parent.tell).look, LOOK_S, LOOK_S) if parent else _showing(sweep)
+    with told:
+        for planned in parent.named(tunings) if parent else tunings:
+            sweep.begin(planned.kernel, f"{planned.shape} {planned.dtype}".strip())
             try:
-                if turn.helps:
-                    help_with_task(sketch.request, sketch.make, display.watch)
-                else:
-                    task = sweep.task(turn.item)
-                    result = tune_task(task, display.watch, options.force, budget, shared)
-                    report.add(turn, result)
+                task = shared_time.task(planned)
+                wait = WaitBudget(0.0) if options.shard else None
+                report.add(planned, tune_task(task, sweep.watch, options.force, wait))
             except NoWorkingConfig as error:
-                if task is not None:  # else the process that tunes the key reports it
-                    report.add_failed(turn, task, error)
-            except NotExclusive:
-                report.left += 1
+                report.add_failed(planned, task, error)
             except Busy:
-                busy = True
+                report.add_left()
             except (*_OF_ONE_KEY, OutOfMemoryError) as error:
-                if not turn.helps:  # raised now, it would end every process of a sweep
-                    failed.append(_without_locals(error))
-                    report.add_not_begun(turn, error)
-            display.end()
-            if busy:
-                turns.put_back(turn)
+                failed.append(_without_locals(error))
+                report.add_not_begun(planned, error)
+            sweep.end()
     return failed
+
+
+def _showing(sweep: Sweep) -> contextlib.AbstractContextManager[None]:
+    from safetune.miss.reporting import showing
+
+    return contextlib.nullcontext() if wants_json() else showing(sweep.how_far, of_command=True)
 
 
 def _without_locals(error: Exception) -> Exception:
@@ -342,33 +326,12 @@ def _without_locals(error: Exception) -> Exception:
     return error
 
 
-def _turns(plan: Plan, part: Part | None, again: bool, report: Report) -> Turns[Planned]:
-    """Return the tunings that this process may begin with, or take over from others."""
-    from safetune.offline import shards, tasks
-
-    if part is None:
-        return shards.Turns(shards.Shard().order(plan.tunings), lambda _: shards.State.FREE)
-    store, turns = tasks.open_shared_store(), part.shard.order(plan.tunings)
-    if store.shared is None or again:
-        left = [turn for turn in turns if turn.is_of_shards]
-        turns, report.left = turns[: len(turns) - len(left)], len(left)
-    states = shards.SweepStates(store, part.since if again else 0.0)
-
-    def state(turn: Turn[Planned]) -> shards.State:
-        request = turn.item.sketch.request
-        return states(request.key, request.declared, look=not turn.is_of_shards)
-
-    helps, processes = part.shard.workers > 1 and not again, part.shard.count * part.shard.workers
-    return shards.Turns(turns, state, again=again, helps=helps, processes=processes)
-
-
 def _check_written() -> None:
-    """Raise `StoreError` if an outcome, or a choice of another node, is not stored."""
+    """Raise `StoreError` if an outcome is not stored."""
     from safetune.offline.tasks import open_tuning_store
 
     store = open_tuning_store()
-    store.write_unsent()
-    if store.shared is not None:
-        store.shared.write_unkept()
+    if store.lost is not None:
+        raise store.lost
     if store.path is None and store.shared is None:
         raise StoreError("no outcome is stored: the store cannot be opened")

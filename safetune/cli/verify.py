@@ -15,18 +15,10 @@ from rich.console import Console
 
 from safetune.cli import targets
 from safetune.cli.command import command
-from safetune.cli.layout import print_records
-from safetune.cli.output import (
-    counted,
-    describe,
-    echo,
-    location_of,
-    print_json,
-    prints_to_stderr,
-    stdout_console,
-    typed,
-)
+from safetune.cli.emit import emit
+from safetune.cli.output import counted, describe, location_of, prints_to_stderr, typed
 from safetune.errors import SafetuneError, TargetError
+from safetune.show.tables import Block, Table, heading
 
 if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel, Task
@@ -54,7 +46,6 @@ def verify_command(
     shape: tuple[str, ...],
     dtype: tuple[str, ...],
     max_elements: int,
-    as_json: bool,
 ) -> None:
     """Check that no two programs of a kernel write the same element.
 
@@ -68,13 +59,9 @@ def verify_command(
         launches, skipped = _verify_all(kernels, shape, dtype, max_elements)
     left_out = [kernel.name for kernel in kernels if not kernel.tuner.workloads]
     ok = all(launch["verdict"] == "ok" for launch in launches)
-    if as_json:
-        shown = [{**each, "report": each["report"] and each["report"].data()} for each in launches]
-        print_json({"ok": ok, "launches": shown, "skipped": skipped, "no_workload": left_out})
-    else:
-        _print(launches, skipped)
-        if left_out:
-            echo(f"not checked, because they declare no workload: {', '.join(left_out)}")
+    shown = [{**each, "report": each["report"] and each["report"].data()} for each in launches]
+    data = {"ok": ok, "launches": shown, "skipped": skipped, "no_workload": left_out}
+    emit(data, _blocks(launches, skipped, left_out))
     sys.exit(0 if ok else 1)
 
 
@@ -158,41 +145,44 @@ def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[
         return None, typed(error) + location_of(error)
 
 
-def _print(launches: Sequence[dict[str, Any]], skipped: Sequence[dict[str, Any]]) -> None:
-    console = stdout_console()
+def _blocks(
+    launches: Sequence[dict[str, Any]], skipped: Sequence[dict[str, Any]], left_out: Sequence[str]
+) -> Iterator[Block]:
     for title, group in itertools.groupby(launches, _title):
         rows = list(group)
-        reports = [row["report"] for row in rows]
-        records = [
+        shown = [
             {
                 "config": row["config"],
                 "verdict": row["verdict"],
-                "grid": " x ".join(map(str, report.grid)) if report else "",
-                "notes": "; ".join(report.notes) if report else "",
+                "grid": " x ".join(map(str, row["report"].grid)) if row["report"] else "",
+                "notes": "; ".join(row["report"].notes) if row["report"] else "",
             }
-            for row, report in zip(rows, reports, strict=True)
+            for row in rows
         ]
         styles = ["green" if row["verdict"] == "ok" else "red" for row in rows]
-        print_records(console, title, records, styles)
+        yield from (heading(title), Table.of(shown, styles), "")
         reasons: dict[str, list[str]] = {}  # each with the configs that share it
-        for row, report in zip(rows, reports, strict=True):
+        for row in rows:
             if row["verdict"] != "ok":
+                report = row["report"]
                 text = "\n".join(map(str, report.findings)) if report else row["error"]
                 reasons.setdefault(text, []).append(row["config"])
         for text, (first, *others) in reasons.items():
-            console.print(f"  {first}, {len(others)} more" if others else f"  {first}")
-            console.print(textwrap.indent(text, "    "))
+            yield f"  {first}, {len(others)} more" if others else f"  {first}"
+            yield textwrap.indent(text, "    ")
     for each in skipped:
         elements = f"{each['elements']} elements (--max-elements)"
-        console.print(f"{_title(each)}: skipped, because it has {elements}")
+        yield f"{_title(each)}: skipped, because it has {elements}"
     missing = sum(bool(row["error"]) for row in launches)
     found = sum(row["verdict"] != "ok" for row in launches) - missing
-    console.print(
+    yield (
         f"{counted(len(launches) - missing, 'launch', 'launches')} checked for elements that "
         f"several programs write, and for writes outside of arguments: {found} with findings"
         + (f"; {missing} not checked" if missing else "")
         + ". Results were not compared: `safetune tune` does that."
     )
+    if left_out:
+        yield f"not checked, because they declare no workload: {', '.join(left_out)}"
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,19 +12,14 @@ import click
 
 from safetune.cli import targets
 from safetune.cli.command import Filter, command, filtered
-from safetune.cli.layout import print_records
+from safetune.cli.emit import emit
 from safetune.cli.moving import all_choices
-from safetune.cli.output import (
-    counted,
-    echo,
-    left_out_data,
-    print_json,
-    prints_to_stderr,
-    stdout_console,
-)
+from safetune.cli.output import counted, prints_to_stderr
 from safetune.cli.stored import open_store
 from safetune.errors import TargetError
 from safetune.settings import Mode, Settings
+from safetune.show.tables import Block, Table, heading
+from safetune.show.words import left_out_data
 
 if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
@@ -47,7 +42,6 @@ def warm_command(
     dtype: tuple[str, ...],
     only: Filter,
     recorded: bool,
-    as_json: bool,
 ) -> None:
     """Compile what TARGET launches under SAFETUNE_MODE=frozen into Triton's cache.
 
@@ -61,29 +55,26 @@ def warm_command(
 
     left_out: list[LeftOut] = []
     with prints_to_stderr():
-        kernels = targets.kernels_of(target, with_workload=not recorded)
         if recorded:
-            stored = targets.recorded(open_store(), kernels)
-            found = replay.sort_out(stored, kernels, zeros=True, left_out=left_out)
+            stored, kernels = targets.recorded(open_store(), target)
+            found = replay.sort_out(stored, kernels, left_out, shapes_only=True)
             calls = replay.shapes(found, left_out)
         else:
+            kernels = targets.kernels_of(target)
             calls = [task for kernel in kernels for task in warm.declared(kernel, dtype, shape)]
         targets.check_shapes(shape, [task.workload.name for task in calls])
         launched = list({id(task.kernel.tuner): task.kernel for task in calls}.values())
         _check_compiled(launched)
         entries = all_choices()
         lookup = open_lookup(replace(Settings.current(), mode=Mode.FROZEN))
-        keys = [*(entry.key for entry in entries), *(key for key, _ in open_store().trials_of())]
+        keys = [*(entry.key for entry in entries), *open_store().keys()]
         devices = _devices(keys, launched, only.device)
         timeout_s = max(kernel.tuner.limits.compile_timeout_s for kernel in launched)
         done = [w for device in devices for w in warm.warm(calls, device, lookup, timeout_s)]
     not_reached = _not_reached(entries, launched, devices, done)
     failed = any(each.error for each in done)
-    if as_json:
-        data = {"compiled": [vars(each) for each in done], "left_out": left_out_data(left_out)}
-        print_json({**data, "not_reached": not_reached})
-    else:
-        _print(done, not_reached, left_out)
+    data = {"compiled": [vars(each) for each in done], "left_out": left_out_data(left_out)}
+    emit({**data, "not_reached": not_reached}, _blocks(done, not_reached, left_out))
     sys.exit(1 if failed or not done else 0)
 
 
@@ -136,32 +127,30 @@ def _not_reached(
     )
 
 
-def _print(
+def _blocks(
     done: Sequence[Warmed], not_reached: Mapping[str, int], left_out: Sequence[LeftOut]
-) -> None:
-    console = stdout_console()
+) -> Iterator[Block]:
     for device in dict.fromkeys(each.device for each in done):
         of_device = [each for each in done if each.device == device]
-        records = [
+        rows = [
             {
-                "kernel": each.kernel,
-                "call": each.call,
-                "config": each.config,
+                **{name: getattr(each, name) for name in ("kernel", "call", "config")},
                 "from": each.origin,
                 "binary": each.error or ("was there" if each.was_there else "compiled"),
             }
             for each in of_device
         ]
-        print_records(console, device, records, ["red" if w.error else None for w in of_device])
+        styles = ["red" if each.error else None for each in of_device]
+        yield from (heading(device), Table.of(rows, styles), "")
     made = sum(not each.error and not each.was_there for each in done)
     failed = sum(bool(each.error) for each in done)
     fallbacks = sum(each.origin == "fallback" for each in done)
-    console.print(
+    yield (
         f"{made} compiled, {sum(each.was_there for each in done)} there before"
         + (f", {failed} failed" if failed else "")
         + (f", {fallbacks} without a stored choice" if fallbacks else "")
     )
     for reason, count in not_reached.items():
-        echo(f"not compiled: {counted(count, 'stored choice')}: {reason}")
+        yield f"not compiled: {counted(count, 'stored choice')}: {reason}"
     for left in left_out:
-        echo(f"not compiled: {left.words}: {left.reason}")
+        yield f"not compiled: {left.words}: {left.reason}"

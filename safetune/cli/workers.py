@@ -1,108 +1,171 @@
-"""The processes of a tuning on several GPUs: each runs `safetune tune --worker` and prints events.
+"""The processes of a tuning on several GPUs, which take keys from one list.
 
-An event is one line of JSON on standard output: what is to be done, where the worker is, or a
-finished tuning. The workers need no director: they share the list by `offline.shards`. A worker
-that ends early, or is silent for long, drops out, and the others do its work.
+Each runs `safetune tune --worker`. It makes its plan and prints the keys of it. Then it reads a key
+from its standard input, tunes that, and prints that it is done, until there is no more. What it
+prints is an event, one line of JSON. A worker that ends early loses the key that it has, and
+another one takes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetune.cli.command import in_another_process
-from safetune.cli.output import echo
+from safetune.cli.output import counted, echo
 from safetune.errors import SafetuneError
 
 if TYPE_CHECKING:
-    from safetune.offline.shards import Part, Shard
+    from safetune.offline.plan import Planned
+    from safetune.offline.shards import Shard
 
 Event = dict[str, Any]
 
-#: A worker that tells nothing for this long is stopped; before its first event it makes a plan.
-_SILENT_S, _PLAN_S = 180.0, 600.0
 #: How long a process that was killed may take to end; a call of the driver may keep it.
 _END_S = 10.0
 
-#: Exit codes of a worker that went through the whole list: all is well, a kernel does not work.
+#: Exit codes of a worker that has come to its end: all is well, a kernel does not work.
 _FINISHED = (0, 1)
 
 
 class DroppedOut(SafetuneError):
-    """A worker ended before it went through the whole list."""
+    """A worker ended early."""
 
 
 class Worker(Protocol):
-    """A process that tunes, here or elsewhere."""
+    """A process that tunes, here or elsewhere. All methods but `stop` raise `DroppedOut`."""
 
     name: str
 
-    def events(self) -> Iterator[Event]:
-        """Yield what it reports, until it has finished; raises `DroppedOut`."""
+    def plan(self) -> Iterator[Event]:
+        """Yield its events until its `plan` is made, which is the last event."""
+
+    def tune(self, key: str) -> Iterator[Event]:
+        """Yield its events until a key is `done`."""
+
+    def finish(self) -> Iterator[Event]:
+        """Yield its events until it has ended, as it gets no more keys."""
 
     def stop(self) -> None:
         """End it, if it runs."""
 
 
-def gather(workers: Sequence[Worker], silent_s: float = _SILENT_S) -> Iterator[tuple[str, Event]]:
-    """Yield the events of all workers with the worker's name, as they come.
+class _Keys:
+    """The keys of all workers: who has taken which, and which are done."""
 
-    An event `dropped` has the reason for which a worker ended early, or was stopped. Raises
-    `DroppedOut` where no worker finishes.
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._all: set[str] = set()
+        self._taken: set[str] = set()
+        self._done: set[str] = set()
+        self._lost = Counter[str]()  # by workers that dropped out
+
+    def take(self, keys: Sequence[str]) -> str | None:
+        """Return the first of a worker's keys that no other one has; None when all are done.
+
+        Waits while others have all that is left, as they may drop out. A key in which a worker
+        dropped out comes last.
+        """
+        with self._changed:
+            self._all.update(keys)
+            while not self._done.issuperset(keys):
+                if free := [key for key in keys if key not in self._taken]:
+                    key = min(free, key=self._lost.__getitem__)
+                    self._taken.add(key)
+                    return key
+                self._changed.wait()
+        return None
+
+    def end(self, key: str, done: bool) -> None:
+        """Note that a key is done, or that its worker has dropped out."""
+        with self._changed:
+            if done:
+                self._done.add(key)
+            else:
+                self._taken.discard(key)
+                self._lost[key] += 1
+            self._changed.notify_all()
+
+    @property
+    def left(self) -> int:
+        """How many keys are not done."""
+        return len(self._all - self._done)
+
+
+def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
+    """Let the workers tune all keys; yield their events with the worker's name, as they come.
+
+    An event `dropped` has the reason for which a worker ended early. Raises `DroppedOut` where no
+    worker finishes, or a key is left that no other one has in its plan.
     """
     events: queue.SimpleQueue[tuple[Worker, Event | Exception | None]] = queue.SimpleQueue()
+    keys = _Keys()
 
-    def read(worker: Worker) -> None:
+    def work(worker: Worker) -> None:
         end = None
         try:
-            for event in worker.events():
-                events.put((worker, event))
+            _work(worker, keys, lambda event: events.put((worker, event)))
         except Exception as error:
             end = error
         events.put((worker, end))
 
-    heard = {}
     for worker in workers:
-        heard[worker.name] = time.monotonic() + _PLAN_S
-        threading.Thread(target=read, args=(worker,), daemon=True).start()
-    finished = 0
-    while heard:
-        now = time.monotonic()
-        silent = [w for w in workers if now - heard.get(w.name, math.inf) > silent_s]
-        try:
-            worker, event = events.get(timeout=0 if silent else silent_s / 10)
-        except queue.Empty:
-            if not silent:
-                continue
-            worker, event = silent[0], DroppedOut(f"it has told nothing for {silent_s:g} s")
-        if worker.name not in heard:  # it was stopped
-            continue
-        heard[worker.name] = time.monotonic()
+        threading.Thread(target=work, args=(worker,), daemon=True).start()
+    running, finished = len(workers), 0
+    while running:
+        worker, event = events.get()
         if isinstance(event, dict):
             yield worker.name, event
             continue
-        del heard[worker.name]
+        running -= 1
         finished += event is None
         if event is not None:
             worker.stop()
-            then = "the others do its work" if heard or finished else "no device is left"
+            then = "the others take its work" if running or finished else "no device is left"
             echo(f"Warning: {worker.name} drops out: {event}; {then}", err=True)
             yield worker.name, {"dropped": str(event)}
-    if not finished:
+    if not finished or keys.left:
+        what = "no device finished the list"
+        if finished:
+            what = f"no other device tunes {counted(keys.left, 'key')} of one that dropped out"
         raise DroppedOut(
-            "no device finished the list, for the reasons above; what was tuned is stored: run the "
-            "command again"
+            f"{what}, for the reasons above; finished tunings are stored: run the command again"
         )
+
+
+def _work(worker: Worker, keys: _Keys, tell: Callable[[Event], None]) -> None:
+    """Let a worker tune keys until all of its plan are done.
+
+    What it tells of a key counts once that is done: else another worker tells it again.
+    """
+    own: list[str] = []
+    for event in worker.plan():
+        own = list(event.get("plan", own))
+        tell(event)
+    while key := keys.take(own):
+        told, done = [], False
+        try:
+            for event in worker.tune(key):
+                if "tried" in event:
+                    tell(event)
+                else:
+                    told.append(event)
+            done = True
+        finally:
+            keys.end(key, done)
+        for event in told:
+            tell(event)
+    for event in worker.finish():
+        tell(event)
 
 
 class LocalWorker:
@@ -119,8 +182,43 @@ class LocalWorker:
             errors="backslashreplace",
             env={**os.environ, **environment},
         )
+        self._events = self._read()
 
-    def events(self) -> Iterator[Event]:
+    def plan(self) -> Iterator[Event]:
+        """Yield its events until its plan is made."""
+        return self._until("plan")
+
+    def tune(self, key: str) -> Iterator[Event]:
+        """Yield its events until a key is done."""
+        self._send(key)
+        return self._until("done")
+
+    def finish(self) -> Iterator[Event]:
+        """Yield its events until it has ended."""
+        self._send("")
+        yield from self._events
+        if self._process.wait() not in _FINISHED:
+            raise self._ending()
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def _send(self, key: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: so do its events
+            os.write(self._process.stdin.fileno(), f"{key}\n".encode())
+
+    def _until(self, name: str) -> Iterator[Event]:
+        for event in self._events:
+            yield event
+            if name in event:
+                return
+        raise self._ending()
+
+    def _read(self) -> Iterator[Event]:
         """Yield the events that it prints; all else that it prints goes to standard error."""
         process = self._process
         assert process.stdout is not None
@@ -134,16 +232,7 @@ class LocalWorker:
                 yield event
             else:
                 self._pass_on(line)
-        code = process.wait()
         messages.join()
-        if code not in _FINISHED:
-            raise DroppedOut(ending(code))
-
-    def stop(self) -> None:
-        """End it, if it runs."""
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
 
     def _relay(self) -> None:
         assert self._process.stderr is not None
@@ -153,12 +242,11 @@ class LocalWorker:
     def _pass_on(self, line: str) -> None:
         echo(f"{self.name}: {line.rstrip()}", err=True)
 
-
-def ending(code: int) -> str:
-    """Return how a process ended, by its exit code."""
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    return f"its process was ended by {signal.Signals(-code).name}"
+    def _ending(self) -> DroppedOut:
+        code = self._process.wait()
+        if code >= 0:
+            return DroppedOut(f"its process ended with exit code {code}")
+        return DroppedOut(f"its process was ended by {signal.Signals(-code).name}")
 
 
 def tune_on(
@@ -171,10 +259,9 @@ def tune_on(
         arguments: the command line of the parent; in a worker --devices and --ray mean nothing.
     """
     workers: list[LocalWorker] = []
-    now = time.time()
     try:
         for number, (name, variables) in enumerate(devices.items(), 1):
-            own = f"--worker={number}/{len(devices)}@{now}"
+            own = f"--worker={number}/{len(devices)}"
             workers.append(LocalWorker(name, [own, *arguments], variables))
         yield from gather(workers)
     finally:
@@ -182,47 +269,54 @@ def tune_on(
             worker.stop()
 
 
-def use_cores(number: int, count: int) -> None:
-    """Leave this process its part of the CPU cores: the `number`-th of `count`, from 0."""
+def use_cores(part: Shard) -> None:
+    """Leave this process its part of the CPU cores."""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= 2 * count:
-        first, last = ((number + i) * len(cores) // count for i in (0, 1))
+    if len(cores) >= 2 * part.count:
+        first, last = ((part.index + i) * len(cores) // part.count for i in (0, 1))
         os.sched_setaffinity(0, cores[first:last])
 
 
-def use_cores_of_rank(number: int, count: int) -> None:
+def use_cores_of_rank(rank: Shard) -> None:
     """Do the same in a process that its launcher has not bound to some cores."""
     with contextlib.suppress(OSError):
         if os.sched_getaffinity(0) == os.sched_getaffinity(1):
-            use_cores(number, count)
+            use_cores(rank)
 
 
-def begin_worker(text: str, shard: Shard) -> Part:
-    """Return the part of a worker, `2/4@SECONDS`, of a shard.
+class Parent:
+    """The process that has started this worker, the first of four as `1/4`.
 
-    Has this process end with its parent, and use its part of the CPU cores.
+    It names the keys to tune, and is told of them. This process ends when that one does.
     """
-    from safetune.offline.shards import Part, Shard
 
-    numbers, _, since = text.partition("@")
-    number, count = map(int, numbers.split("/"))
-    use_cores(number - 1, count)
+    def __init__(self, worker: str) -> None:
+        from safetune.offline.shards import Shard
 
-    def wait_for_parent() -> None:
-        while os.read(0, 1):  # not sys.stdin, whose lock would stay held when this process exits
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        number, count = map(int, worker.split("/"))
+        self.part = Shard(number - 1, count)
+        use_cores(self.part)
+        self._out = os.dup(sys.stdout.fileno())
+        self._telling = threading.Lock()
+        self._named: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    threading.Thread(target=wait_for_parent, daemon=True).start()
-    return Part(Shard(shard.index, shard.count, number - 1, count), float(since))
-
-
-def printer() -> Callable[[Event], None]:
-    """Return a function that prints an event on what is now standard output."""
-    out = os.dup(sys.stdout.fileno())
-
-    def tell(event: Event) -> None:
-        with open(out, "w", encoding="utf-8", closefd=False) as file:
+    def tell(self, event: Event) -> None:
+        """Print an event on the original standard output."""
+        with self._telling, open(self._out, "w", encoding="utf-8", closefd=False) as file:
             file.write(json.dumps(event) + "\n")
 
-    return tell
+    def named(self, tunings: Iterable[Planned]) -> Iterator[Planned]:
+        """Yield the tunings of each key that the parent names, and tell it when they are done."""
+        of_key: dict[str, list[Planned]] = {}
+        for planned in tunings:
+            of_key.setdefault(planned.key, []).append(planned)
+        while key := self._named.get():
+            yield from of_key[key]
+            self.tell({"done": key})
+
+    def _listen(self) -> None:
+        """Read keys; the parent writes one at a time."""
+        while line := os.read(0, 4096):  # sys.stdin's lock would stay held when this process exits
+            self._named.put(line.decode().strip())
+        os.kill(os.getpid(), signal.SIGTERM)

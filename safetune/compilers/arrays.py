@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from safetune.both import backend
 from safetune.errors import InvalidSetting
-from safetune.isolation import backend
 from safetune.keys import encoding
 
 

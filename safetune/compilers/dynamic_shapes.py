@@ -1,4 +1,4 @@
-"""Where the choice of a kernel changes with the value of an argument, by the stored keys."""
+"""The argument values at which a kernel's choice changes, by the stored keys."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _points(
     request: TuningRequest, names: Sequence[str], related: Iterable[RelatedChoice]
 ) -> dict[tuple[Any, ...], str]:
     """Return the choices of the keys that differ from the request's in `names` only, by value."""
-    known, toolchain = dict(request.key.values), request.key.toolchain.record()
+    request_values, toolchain = dict(request.key.values), request.key.toolchain.record()
     points: dict[tuple[Any, ...], str] = {}
     for _, source in comparable(request.by_digest, request.key.record(), related):
         values = {str(name): value for name, value in pairs_of(source.call.get("values"))}
         point = tuple(values.pop(name, None) for name in names)
         numbers = all(type(value) in (int, float) for value in point)
-        if numbers and values == known and source.toolchain == toolchain:
+        if numbers and values == request_values and source.toolchain == toolchain:
             points.setdefault(point, source.choice.config_digest)  # a store is before packs
     return points
 
@@ -83,17 +83,17 @@ def _merged(points: dict[tuple[Any, ...], str], index: int) -> Regions:
     )
 
 
-def _values_of(found: Regions, bucket: Bucket) -> Regions:
-    """Return regions of buckets as those of the values that have them."""
+def _values_of(regions: Regions, bucket: Bucket) -> Regions:
+    """Return regions of buckets as regions of the values in them."""
     with contextlib.suppress(InvalidSetting, TypeError, IndexError):
         pairs = tuple(
             (
                 None if upper is None else bisect.bisect_right(_VALUES, upper, key=bucket),
                 _VALUES[bisect.bisect_left(_VALUES, first, key=bucket)],
             )
-            for upper, first in found
+            for upper, first in regions
         )
-        if [bucket(value) for _, value in pairs] == [first for _, first in found]:
+        if [bucket(value) for _, value in pairs] == [first for _, first in regions]:
             return pairs
     return ()
 

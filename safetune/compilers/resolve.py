@@ -7,9 +7,6 @@ is the same for all of them, so JAX uses a choice that was made through torch, a
 from __future__ import annotations
 
 import functools
-import os
-import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any
@@ -20,13 +17,21 @@ from triton.runtime.jit import MockTensor
 
 from safetune import forks
 from safetune.compilers import arrays
-from safetune.errors import InvalidSetting, MissingChoice, TracingError
+from safetune.errors import (
+    InvalidSetting,
+    MissingChoice,
+    NoWorkingConfig,
+    TracingError,
+    TuningWarning,
+)
 from safetune.frozen import dataclass
 from safetune.inputs.call import Call, checked_grid, grid_of, meta_arguments
-from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.keys.identity import base_function, inner_heuristics
+from safetune.keys.left_kernels import is_left
 from safetune.keys.tuning_key import active_driver
 from safetune.launch.call_shape import heuristic_values, named_arguments
-from safetune.miss import candidates, record, reporting
+from safetune.messages import warn_once
+from safetune.miss import candidates, failures, record, reporting
 from safetune.miss.resolve import Miss, stored, why_not_isolated
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import Lookup, open_lookup
@@ -43,8 +48,9 @@ class Resolved:
             argument that would compile again.
         grid: up to three integers, for this config; empty if the call gives no grid.
         config: the object that the decorator declares.
-        provenance: `stored`, `tuned` (just now), `only` (there is one config), `off`, or
-            `fallback`, in the modes that never tune and for a call with nothing to do.
+        provenance: `written` into `kernel.cache`, `stored`, `tuned` (just now), `only` (there is
+            one config), `off`, or `fallback`, in the modes that never tune and for a call with
+            nothing to do.
     """
 
     fn: Any
@@ -80,7 +86,7 @@ class Resolved:
         return {n: v for n, v in self.config.all_kwargs().items() if n not in self.config.kwargs}
 
     def lost(self, carried: Iterable[str]) -> dict[str, Any]:
-        """Return what a caller loses that passes these options on to Triton alone: hooks too."""
+        """Return the settings that are lost if only these options are passed to Triton."""
         lost = {name: value for name, value in self.options().items() if name not in carried}
         return {**lost, "pre_hook": hook} if (hook := self.config.pre_hook) else lost
 
@@ -90,12 +96,12 @@ class Resolved:
         Raises:
             TracingError: the config has others, which that caller would lose.
         """
-        theirs = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
-        lost = {name: value for name, value in self.options().items() if theirs.get(name) != value}
+        carried = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
+        lost = {name: value for name, value in self.options().items() if carried.get(name) != value}
         if lost:
             raise TracingError(
                 f"{self.kernel} was chosen with {lost}, but a plain kernel is launched "
-                f"with {theirs}: use as_single_config_autotuner(), which keeps warps and stages"
+                f"with {carried}: use as_single_config_autotuner(), which keeps warps and stages"
             )
         return self.fn
 
@@ -163,19 +169,25 @@ def _chosen(
     abstract: Miss, request: TuningRequest, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Config, str]:
     settings = Settings.current()
-    if settings.mode is Mode.OFF:
+    written = abstract.tuner.states.written(abstract.call.named())
+    if written is not None and len(abstract.tuner.configs) > 1:
+        return written, "written"
+    if settings.mode is Mode.OFF or is_left(abstract.tuner.fn, settings):
         return request.configs[0], "off"
     if len(request.configs) == 1:
         return request.configs[0], "only"
     lookup = open_lookup(settings)
-    choice, _ = stored(abstract.tuner, request, lookup)
-    if choice is not None:
+    plan = stored(abstract.tuner, request, lookup)
+    if (choice := plan.config) is not None:
+        if plan.fails(choice):
+            choice = next(candidates.best_first(request, lookup.store, measured_first=True), choice)
         return choice, "stored"
     if not request.has_work:
         return request.configs[0], "fallback"
-    if settings.mode in (Mode.FROZEN, Mode.RECORD):
-        if settings.mode is Mode.RECORD:
-            record.remember(request, lookup.store)
+    if settings.mode is Mode.RECORD:
+        record.remember(request, lookup.store)
+    reporting.check_policy(abstract.tuner, request, settings)
+    if not settings.tunes(abstract.tuner.on_miss):
         return candidates.best_known(request, lookup), "fallback"
     values = [*args, *kwargs.values()]
     given = [value for value in values if arrays.is_array(value)]
@@ -194,29 +206,18 @@ def _chosen(
             f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned "
             "without a grid: resolve it with grid=, as it is launched"
         )
-    return _tuned(abstract, args, kwargs, lookup), "tuned"
+    return _tuned(abstract, args, kwargs, lookup)
 
 
 def _or_offline(abstract: Miss) -> str:
     """Return the shell commands that tune the recorded call; empty if its file is not known."""
-    _, function = base_function(abstract.tuner.fn)
-    target, script = function.__module__, ""
-    if target == "__main__":
-        main = sys.modules["__main__"]
-        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-        target = shlex.quote(spec.name if spec else os.path.abspath(file) if file else "")
-        script = f" {target}"
-    if not target:
-        return ""
-    commands = [f"`safetune tune --recorded{script}` for this call"]
-    if abstract.call.grid is None:
-        commands = [f"after resolving it with its grid, {commands[0]}"]
-    if abstract.tuner.workloads:
-        commands.append(f"`safetune tune {target}:{function.__name__}` for its workloads")
-    return f"; or run offline {', or '.join(commands)}"
+    offline = reporting.offline_commands(abstract.tuner, recorded=True)
+    if offline and abstract.call.grid is None:
+        offline = f"after resolving it with its grid, {offline}"
+    return f"; or run offline {offline}" if offline else ""
 
 
-def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> Config:
+def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> tuple[Config, str]:
     """Tune on the caller's data; an argument that has only a shape gets new memory."""
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
@@ -236,9 +237,16 @@ def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) ->
         )
     with reporting.observing(request, lookup.store, concrete.phases) as tally:
         budget = WaitBudget(tell=tally.wait_for)
-        result = tune(request, lookup.store, tally, wait_budget=budget, phases=concrete.phases)
+        try:
+            result = tune(request, lookup.store, tally, wait_budget=budget, phases=concrete.phases)
+        except NoWorkingConfig as error:
+            first = None if error.transient else failures.first_config(request, error)
+            if first is None:
+                raise
+            warn_once(f"the first config is resolved all the same: {error}", TuningWarning)
+            return first, "fallback"
     reporting.tell_result(request, result)
-    return result.choice
+    return result.choice, "tuned"
 
 
 def _resolved(call: Call, request: TuningRequest, config: Config, provenance: str) -> Resolved:

@@ -28,15 +28,15 @@ from safetune.config import config_digest, config_text, declared_digest
 from safetune.errors import TracingError, TuningWarning
 from safetune.inputs.call import Call
 from safetune.keys import encoding
-from safetune.keys.tuning_key import current_index, readable_key, tuning_key
+from safetune.keys.tuning_key import current_index, triton_key, tuning_key
 from safetune.launch.call_shape import refuse_vmap
 from safetune.messages import logger, warn
 from safetune.settings import Mode, Settings
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import Grids, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.compilers import dynamic_shapes
-    from safetune.miss.tuner import Tuner
+    from safetune.launch.call_shape import Tuner
     from safetune.store.local.store import Store
 
 _numbers = itertools.count()
@@ -139,23 +139,23 @@ def traced_descriptors() -> tuple[Fact, ...]:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    found = {}
+    descriptors_by_name = {}
     # A torch that keeps them elsewhere compiles all other kernels.
     with contextlib.suppress(AttributeError, KeyError):
         traced = InstructionTranslator.current_tx().output.current_tx.symbolic_locals["arguments"]
         for name, variable in traced.items.items():
             if type(variable).__name__ == "TMADescriptorStableVariable":
                 tensor = variable.get_tensor().as_proxy().node.meta["example_value"]
-                found[name.vt.as_python_constant()] = SimpleNamespace(
+                descriptors_by_name[name.vt.as_python_constant()] = SimpleNamespace(
                     base=tensor, strides=tensor.stride(), block_shape=variable.block_shape
                 )
-    return descriptors(found)
+    return descriptors(descriptors_by_name)
 
 
 @constant
 def names_of(number: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names in the tuner's key, which may be needed here first, and the parameters."""
-    return tuple(_tuners[number].keys), tuple(_tuners[number].arg_names)
+    return tuple(_tuners[number].key_names), tuple(_tuners[number].arg_names)
 
 
 @constant
@@ -184,7 +184,7 @@ def stored_regions(
     tuner = _tuners[number]
     request = _request(tuner, facts, index)
     related = open_lookup(settings).related(request.key)
-    return dynamic_shapes.regions(request, names, related, getattr(tuner.keys, "buckets", {}))
+    return dynamic_shapes.regions(request, names, related, tuner.key_names.buckets)
 
 
 @constant
@@ -203,7 +203,7 @@ def best_first(
         return (compilable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
-    choice, _ = resolve.stored(tuner, request, lookup)
+    choice = resolve.stored(tuner, request, lookup).config
     if choice is None:
         order = list(candidates.best_first(request, lookup.store)) or [request.configs[0]]
         missed(tuner, request, order[0], lookup.store)
@@ -230,29 +230,32 @@ def compilable(tuner: Tuner, order: Sequence[Config]) -> tuple[int, ...]:
     Raises:
         TracingError: Inductor would lose options of every config.
     """
-    kept = [config for config in order if not lost_options(config)]
+    whole_configs = [config for config in order if not lost_options(config)]
     lost = lost_options(order[0])
     if lost:
         name = tuner.base_fn.__name__
         problem = f"torch.compile ignores {lost} of {name}'s config {config_text(order[0])}"
-        if not kept:
+        if not whole_configs:
             raise TracingError(
                 f"{problem}, and every other config has such options too: add a config without "
                 "them, or wrap the launch in a torch.library.custom_op, which torch.compile does "
                 "not change"
             )
-        warn(f"{problem}: {config_text(kept[0])} is compiled instead", TuningWarning)
+        warn(f"{problem}: {config_text(whole_configs[0])} is compiled instead", TuningWarning)
     indices = {id(config): index for index, config in enumerate(tuner.configs)}
-    return tuple(indices[id(config)] for config in kept)
+    return tuple(indices[id(config)] for config in whole_configs)
 
 
 def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -> None:
     """Record a key that is compiled without a choice, and warn once for each kernel."""
-    name = request.key.kernel.name
-    if Settings.current().mode is not Mode.FROZEN:
+    from safetune.miss import reporting
+
+    name, settings = request.key.kernel.name, Settings.current()
+    if settings.mode is not Mode.FROZEN:
         from safetune.miss import record  # imports torch
 
         record.remember(request, store, record.TRACED)
+    reporting.check_policy(tuner, request, settings)
     logger.info("tune %s offline for %s: torch.compile found no choice", name, request.key)
     if not tuner.first_time("compiled without a choice"):
         return
@@ -286,14 +289,17 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -
 def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest:
     """Return the request for a tuning of the traced call, without its tensors."""
     index = index if index >= 0 else current_index()
-    names, arguments = (tuner.keys, tuner.arg_names), _arguments(facts)
+    names, arguments = (tuner.key_names, tuner.arg_names), _arguments(facts)
+    measure = Settings.current().measure_of(tuner.measure)
     return TuningRequest(
-        key=tuning_key(tuner.identity, *names, arguments, index),
+        known=(Grids.unknown(len(tuner.configs)), None),
+        key=tuning_key(tuner.identity, *names, arguments, index, measure),
         call=Call(tuner.fn, tuple(tuner.arg_names), (), {}, None, {}, tuner.hooks, index),
         configs=tuple(tuner.configs),
         declared=declared_digest(tuner.configs),
-        readable_key=readable_key(*names, arguments),
+        readable_key=triton_key(tuner.keys, tuner.arg_names, arguments),
         limits=tuner.limits,
+        measure=measure,
     )
 
 

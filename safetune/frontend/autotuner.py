@@ -8,44 +8,51 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import triton.runtime.autotuner as triton_autotuner
+from triton import knobs
 from triton.runtime.autotuner import Config
 
 from safetune import forks, triton_internals
+from safetune.both import backend
 from safetune.compilers import torch_compile
 from safetune.config import check_configs, check_functions, check_names, check_seconds, tupled
+from safetune.errors import InvalidSetting, NoWorkingConfig, SafetuneWarning
 from safetune.frontend import observers
+from safetune.frontend.options import Options
 from safetune.inputs.call import Hooks, of_the_user
 from safetune.inputs.workload import DeclaredWorkload
-from safetune.isolation import backend
-from safetune.keys.kernel_digest import base_function, is_interpreted, kernel_identity
+from safetune.keys.identity import base_function, is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
 from safetune.keys.lazy_key import Basis, LazyKey
 from safetune.keys.tuning_key import KeyNames
-from safetune.keys.written_key import Key, written_key
+from safetune.keys.written_key import Key, WrittenKey, written_key
 from safetune.launch import call_shape, fast_path
-from safetune.launch.key_state import KeyStates
-from safetune.miss import relaunch
+from safetune.launch.key_state import KeyStates, without_frames
+from safetune.messages import warn_once
+from safetune.miss import failures
 from safetune.settings import (
-    CaptureMissPolicy,
     Isolation,
+    MeasurePolicy,
+    MissPolicy,
     Mode,
     PhantomPolicy,
+    SearchBudget,
     Settings,
     parse_choice,
 )
-from safetune.tuning.requests import Limits, SearchBudget
+from safetune.tuning.requests import Limits
 
 if TYPE_CHECKING:
     from safetune.compilers.resolve import Resolved
     from safetune.inputs.workload import WorkloadFunction
-    from safetune.keys.tuning_key import KernelIdentity
-    from safetune.tuning.search import Proposer
+    from safetune.keys.identity import KernelIdentity
+    from safetune.launch.key_state import KeyState
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -64,72 +71,80 @@ _CLASSIFIED = frozenset(
 class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     """`triton.runtime.autotuner.Autotuner`, with candidates run in subprocesses.
 
-    Everything that torch, JAX and others read of Triton's tuner is here under the same name. Made
-    by `safetune`; see there for the parameters.
+    It has every attribute of Triton's tuner that torch, JAX and others read. The decorator
+    `safetune` makes it and explains the parameters.
     """
 
     needs_scratch = False  # until a launch needs it
+    #: Triton's tuner has the arguments here for the time of a launch, and None after it.
+    nargs: dict[str, Any] | None = None
 
-    def __init__(
-        self,
-        fn: Any,
-        arg_names: list[str],
-        configs: Iterable[Config] | None,
-        key: Key,
-        reset_to_zero: Iterable[str] | None = None,
-        restore_value: Iterable[str] | None = None,
-        *,
-        phantom: str | None = None,
-        keep: Iterable[str] = (),
-        isolation: str = "worker",
-        compile_timeout_s: float = Limits.compile_timeout_s,
-        run_timeout_s: float = Limits.run_timeout_s,
-        scratch: Iterable[str] = (),
-        reference: Callable[..., Any] | None = None,
-        inputs: Callable[..., Any] | None = None,
-        capture_miss: str | None = None,
-        budget: int | str | None = None,
-        proposer: Proposer | None = None,
-        **options: Any,
-    ) -> None:
-        name = base_function(fn)[1].__name__
-        configs = check_configs(name, configs, arg_names)
-        around = {"reset_to_zero": tupled(reset_to_zero), "restore_value": tupled(restore_value)}
-        check_names(name, arg_names, {**around, "scratch": (scratch := tupled(scratch))})
-        check_functions(name, {"reference": reference, "inputs": inputs, "proposer": proposer})
-        self.budget, self.proposer = SearchBudget.parse(name, budget), proposer
-        self.limits = Limits(compile_timeout_s, run_timeout_s)
+    def __init__(self, fn: Any, arg_names: list[str], *given: Any, **named: Any) -> None:
+        """Accept the constructor arguments of Triton's tuner, in its order, or `Options`."""
+        is_whole = len(given) == 1 and isinstance(given[0], Options)
+        options = given[0] if is_whole else Options.of_constructor(*given, **named)
+        name, settings = base_function(fn)[1].__name__, Settings.current()
+        configs = check_configs(name, options.configs, arg_names)
+        names = {
+            n: tupled(getattr(options, n)) for n in ("reset_to_zero", "restore_value", "scratch")
+        }
+        check_names(name, arg_names, names)
+        own: Kwargs = {"reference": options.reference, "inputs": options.inputs}
+        check_functions(name, {**own, "proposer": options.proposer})
+        self.budget = SearchBudget.parse(name, options.budget)
+        self.proposer = options.proposer
+        self.limits = Limits(options.compile_timeout_s, options.run_timeout_s)
         check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
-        self.isolate(isolation)
-        self.capture_miss: CaptureMissPolicy | None = None
-        if capture_miss is not None:
-            self.capture_miss = parse_choice(CaptureMissPolicy, "capture_miss", capture_miss)
-        settings = Settings.current()
-        policy = parse_choice(PhantomPolicy, "phantom", phantom or settings.phantom.value)
-        written = written_key(fn, key, keep, options.get("prune_configs_by"), settings)
+        self.isolate(options.isolation)
+        self.on_miss: MissPolicy | None = None
+        if options.on_miss is not None:
+            self.on_miss = parse_choice(MissPolicy, "on_miss", options.on_miss)
+        self.measure: MeasurePolicy | None = None
+        if options.measure is not None:
+            self.measure = parse_choice(MeasurePolicy, "measure", options.measure)
+        policy = parse_choice(PhantomPolicy, "phantom", options.phantom or settings.phantom.value)
+        written = written_key(fn, options.key, options.keep, options.prune_configs_by)
         self.states = KeyStates(self)
-        super().__init__(fn, arg_names, configs, (), **around, **options)
+        scratch = names.pop("scratch")
+        super().__init__(fn, arg_names, configs, (), **{**options.of_triton(), **names})
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         self.tuning_phases: dict[str, float] = {}
-        do_bench = options.get("do_bench") if is_interpreted(fn) else self._do_bench
-        own: Kwargs = {"scratch": tuple(scratch), "reference": reference, "inputs": inputs}
-        self._around = Hooks(do_bench=do_bench, **own)
+        do_bench = options.do_bench if is_interpreted(fn) else self._do_bench
+        self._around = Hooks(do_bench=do_bench, scratch=tuple(scratch), **own)
         self._topics = set[str]()
         self._take_pruning()
         self.lazy_key = LazyKey(written, policy)
         if self.lazy_key.may_be_an_error:
             self.lazy_key.report(self)
+        self._honour_policies()
 
     def __repr__(self) -> str:
-        """Return the kernel's name, its key as written, its configs, and what is known of keys."""
+        """Return the kernel's name, its key as written, its configs, and the known keys."""
         return f"<safetune kernel {self.base_fn.__name__}, {self.lazy_key.written}, {self.states}>"
+
+    def show(self, everything: bool = False) -> None:
+        """Print what is stored of this kernel, as `safetune show` does; in a notebook a table.
+
+        Args:
+            everything: every config of every key, not a row for each key.
+        """
+        from safetune.show import kernel  # imports rich
+
+        kernel.show(self, everything)
+
+    def _repr_html_(self) -> str:
+        """Return the table of `show`, for a notebook."""
+        from safetune.show import kernel
+
+        return kernel.as_html(self)
 
     def __copy__(self) -> Autotuner:
         """Return a tuner that shares the choices, and whose launches all go by Triton's path."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
         made.__dict__.pop("shapes", None)
+        made.__dict__.pop("_keys", None)
         return made
 
     @forks.cached_property
@@ -145,16 +160,40 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self.lazy_key.report(self)
 
     @property
-    def keys(self) -> KeyNames:
-        """The names that make up the key. All of another list that is set here are looked at."""
+    def keys(self) -> list[str]:
+        """The names in `key=`, also those that are dropped. A change in place counts."""
         if "lazy_key" not in self.__dict__:  # Triton's constructor needs no classes
-            return KeyNames((), {})
-        return KeyNames(self.key_report.kept, self.lazy_key.written.buckets)
+            return []
+        known = self.__dict__.get("_keys")
+        if not (isinstance(known, WrittenNames) and known.tuner is self):  # a copy has a list
+            names = self.lazy_key.written.names
+            known = self.__dict__["_keys"] = WrittenNames(names, self)
+        return known
 
     @keys.setter
     def keys(self, names: Key) -> None:
-        if "lazy_key" in self.__dict__:
-            self.lazy_key.write(written_key(self.fn, names))
+        if "lazy_key" in self.__dict__ and names is not self.__dict__.get("_keys"):  # not after +=
+            self._write_key(written_key(self.fn, names))
+            self.__dict__.pop("_keys", None)
+
+    def change_names(self, names: Iterable[str]) -> None:
+        """Replace the names in `key=`; names that stay keep their `keep` and buckets."""
+        names, before = list(names), self.lazy_key.written
+        functions = {name: bucket.function for name, bucket in before.buckets.items()}
+        keep = [name for name in before.keep if name in names]
+        key = {name: functions.get(name) for name in names} if functions else names
+        self._write_key(written_key(self.fn, key, keep))
+
+    def _write_key(self, written: WrittenKey) -> None:
+        if written.buckets != self.lazy_key.written.buckets:
+            self.states.clear(written=False)
+        self.lazy_key.write(written)
+        self.forget_launches()
+
+    @property
+    def key_names(self) -> KeyNames:
+        """The names whose values have a choice of their own, with their buckets."""
+        return KeyNames(self.key_report.kept, self.lazy_key.written.buckets)
 
     @property
     def basis(self) -> Basis:
@@ -162,15 +201,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self.lazy_key.basis(self)
 
     def key_changed(self, choices: bool) -> None:
-        """Forget every launch, and the choices if they are of another kernel or key."""
+        """Forget every launch, and the choices if they are of another kernel or key; what the
+        program has written into `cache` stays there.
+        """
         self.__dict__.pop("_identity", None)
         if choices:
-            self.states.clear()
+            self.states.clear(written=False)
         self.forget_launches()
 
     @property
     def cache(self) -> dict[Any, Config]:
-        """The choice of each key, never a fallback. What is written here is launched."""
+        """The choice of each key, never a fallback, under Triton's key. What is written here is
+        launched.
+        """
         return self.states.choices
 
     @cache.setter
@@ -182,7 +225,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         raise TypeError(f"write {self.base_fn.__name__}[grid](...): a launch needs a grid")
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        """Return what launches on this grid: `kernel[grid](...)`."""
+        """Return the launcher on this grid: `kernel[grid](...)`."""
         if observers.active or "run" in self.__dict__ or self.__class__.run is not _run:
             return super().__getitem__(grid)  # type: ignore[no-any-return]
         return partial(self._call, grid)
@@ -218,6 +261,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     def _first(self, kind: fast_path.Kind, grid: Any, args: Args, kwargs: Kwargs) -> Any:
         """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
+        if self._honour_policies():
+            return self._launch(*args, **kwargs, grid=grid, warmup=False)
         self.lazy_key.report(self)  # first, as it forgets all launches if the kernel has changed
         launches = self._launches  # replaced once anything that a launch depends on is changed
         complete = dict(**kwargs, grid=grid, warmup=False)  # TypeError if kwargs has one of them
@@ -242,15 +287,28 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             key = None if len(self.configs) == 1 else shape.key(args, kwargs)
             if key is None:
                 return shape.launch(config or self.configs[0], args, kwargs, values)
-            config = config or self.states.hits.get(key) or self._miss(key, args, kwargs)
             state = self.states.of(key)
-            other = partial(relaunch.next_best, self, state, args, kwargs)
+            failed: NoWorkingConfig | None = None
+            try:
+                config = config or state.hit or self._miss(key, args, kwargs)
+            except NoWorkingConfig as error:
+                if error.first is None:
+                    raise
+                config = error.first
+                failed = without_frames(error)
+            if failed is not None:  # outside the handler, so that it is no error's context
+                with failures.first_for_all(self, failed):
+                    launched = shape.launch(config, args, kwargs, values)
+                return replace(launched, config=None)
+            other = None
+            if state.written is None:
+                other = partial(self._next_best, state, args, kwargs)
             return shape.launch(config, args, kwargs, values, state, other)
 
     def launch_with(
         self, config: Config, values: Kwargs | None, grid: Any, args: Args, kwargs: Kwargs
     ) -> call_shape.Launched:
-        """Launch by Triton's path, or compile alone (`warmup`), with what heuristics have said."""
+        """Launch by Triton's path, or only compile (`warmup`), with given heuristics' values."""
         return self._by_triton(args, {"warmup": False, **kwargs, "grid": grid}, config, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -264,8 +322,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.show_one_config()
 
     def forget_launches(self) -> None:
-        """Have every call go by Triton's path again, which reads everything anew."""
-        # Another dictionary, as a thread may be about to add what it knows from before.
+        """Send every call through Triton's path again, which reads everything again."""
+        # Another dictionary, because a thread may be about to add an old launch.
         self.__dict__["_launches"] = {}
 
     def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
@@ -285,7 +343,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def resolve(
         self, /, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
     ) -> Resolved:
-        """Return the plain kernel and what to launch it with: see `compilers.resolve`."""
+        """Return the plain kernel and its launch options: see `compilers.resolve`."""
         from safetune.compilers import resolve as compilers_resolve
 
         return compilers_resolve.resolve(self, args, kwargs, grid, device)
@@ -294,13 +352,23 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Return the configs that `prune_configs_by` leaves, for the arguments in `self.nargs`."""
         stock = triton_autotuner.Autotuner.prune_configs
         early, ranked = copy.copy(self), copy.copy(self)
-        early.early_config_prune, ranked.perf_model = self.prune_functions
+        prune, ranked.perf_model = self.prune_functions
+        early.early_config_prune = prune and partial(_listed, prune)
+        if "prune_configs" in triton_internals.replaced_methods():
+            early.perf_model = ranked.perf_model
+            return list(stock(early, kwargs))
         early.perf_model, ranked.early_config_prune = None, None
-        ranked.configs = stock(early, kwargs)
+        ranked.configs = list(stock(early, kwargs))
         # Triton 3.6 takes a fraction of all the configs, and rounds it down to zero.
         if isinstance(ranked.configs_top_k, float) and ranked.configs_top_k <= 1.0:
             ranked.configs_top_k = max(1, int(len(ranked.configs) * ranked.configs_top_k))
-        return stock(ranked, kwargs)  # type: ignore[no-any-return]
+        if not (left := stock(ranked, kwargs)):
+            raise InvalidSetting(
+                f"top_k={ranked.configs_top_k!r} in prune_configs_by of {self.base_fn.__name__} "
+                f"leaves none of {len(ranked.configs)} configs; give the number to keep, e.g. 4, "
+                "or a share of them, e.g. 0.5"
+            )
+        return left  # type: ignore[no-any-return]
 
     @property
     def prune_functions(self) -> tuple[Any, Any]:
@@ -318,7 +386,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.show_one_config()
 
     def show_one_config(self) -> None:
-        """Have torch find a prune function that leaves one config, if there are several."""
+        """Show torch a prune function that leaves one config, if there are several."""
         if vars(self).get("shown", self) is not None or self.early_config_prune is not None:
             return
         if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
@@ -332,8 +400,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def identity(self) -> KernelIdentity:
-        """The kernel's identity, with what runs around it; computed again once that changes."""
-        buckets = {name: bucket.function for name, bucket in self.keys.buckets.items()}
+        """The identity of the kernel and the functions around it; computed again after changes."""
+        buckets = {name: bucket.function for name, bucket in self.key_names.buckets.items()}
         around = self.hooks.identity_parts()
         around = (*around, buckets) if buckets else around
         known: tuple[Any, KernelIdentity] | None = self.__dict__.get("_identity")
@@ -343,13 +411,13 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return known[1]
 
     def explain_key(self) -> KeyReport:
-        """Return what each name in `key` was classed as and why; prints readably."""
+        """Return the class of each name in `key` with the reason; prints readably."""
         return self.key_report
 
     def workload(
         self, function: WorkloadFunction | None = None, *, dtypes: Iterable[str] = ()
     ) -> Any:
-        """Declare what `safetune tune` runs for this kernel; a decorator.
+        """Declare the launches that `safetune tune` tunes for this kernel; a decorator.
 
         The function yields `Workload`s for a torch device and a torch dtype, each of `dtypes` by
         name, e.g. `("float16", "float32")`; by default float32 in the interpreter, bfloat16 on a
@@ -361,6 +429,38 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             return declared
 
         return register if function is None else register(function)
+
+    def report(
+        self,
+        key: tuple[Any, ...],
+        choice: Config,
+        timings: dict[Config, list[float]],
+        phases: Mapping[str, float] | None = None,
+    ) -> None:
+        """Report a choice as Triton's tuner does: attributes, listener, TRITON_PRINT_AUTOTUNING.
+
+        Args:
+            key: Triton's.
+            phases: the seconds of the tuning; None if the choice was known.
+        """
+        seconds = sum(phases.values()) if phases is not None else None
+        self.configs_timings, self.bench_time = timings, seconds or 0.0
+        if (listener := getattr(knobs.autotuning, "listener", None)) is not None:
+            listener(
+                fn=base_function(self.fn)[0],
+                key=key,
+                best_config=choice,
+                configs_timings=timings,
+                duration=seconds,
+                cache_hit=seconds is None,
+            )
+        if knobs.autotuning.print and phases is not None:
+            spent = ", ".join(f"{name} {part:.2f}s" for name, part in phases.items())
+            sys.stdout.write(
+                f"Triton autotuning for function {self.base_fn.__name__},\nwith key as {key},\n"
+                f"finished after {seconds:.2f}s,\nof which {spent},\n"
+                f"best config selected: {choice};\n"
+            )
 
     def first_time(self, topic: str) -> bool:
         """Whether this is the first call with this topic; for warnings that are given once."""
@@ -379,22 +479,120 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             restore_value=tuple(self.restore_value),
         )
 
+    def _honour_policies(self) -> bool:
+        """Whether the class is now `UnderPolicy`, as a framework has replaced methods of Triton's
+        tuner class to choose configs itself. Not asked at a known launch.
+        """
+        replaced = triton_internals.replaced_methods()
+        if useless := {"check_disk_cache", "do_bench"} & replaced.keys():
+            warn_once(
+                f"something has replaced {min(useless)} of triton.runtime.autotuner.Autotuner, "
+                "which safetune does not call: it times configs in other processes",
+                SafetuneWarning,
+            )
+        if type(self) is not Autotuner or not _policies(replaced):
+            return False
+        self.__class__ = UnderPolicy
+        return True
+
+    def _next_best(self, state: KeyState, /, *call_and_failure: Any) -> Any:
+        from safetune.miss import resolve as miss_resolve
+
+        return miss_resolve.next_best(self, state, *call_and_failure)
+
     def _miss(self, key: Any, args: Args, kwargs: Kwargs) -> Config:
+        named = call_shape.named_arguments(self.arg_names, args, kwargs)
+        state = self.states.missed(key, named)
+        if state.written is not None:
+            return state.written
         from safetune.miss import resolve as miss_resolve  # imports the store and the tuning
 
         for observer in observers.active:
             observer.miss(self)
         call_shape.refuse_vmap(self.base_fn.__name__, args)
-        state = self.states.of(key)
         if Settings.current().mode is Mode.RECORD:
             from safetune.frontend import call_counts
 
             call_counts.begin(state)
         if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
             return miss_resolve.resolve(self, state, args, kwargs, running)
-        with state.lock:  # of threads that miss the same key, the others find what the first found
-            known = self.states.hits.get(key)
-            return known or miss_resolve.resolve(self, state, args, kwargs)
+        with state.lock:  # of threads that miss the same key, the others get the first one's config
+            return state.hit or miss_resolve.resolve(self, state, args, kwargs)
+
+
+class WrittenNames(list[str]):
+    """`kernel.keys`, the names in `key=`: a change in place counts, as on Triton's tuner."""
+
+    def __init__(self, names: Iterable[str], tuner: Any) -> None:
+        super().__init__(names)
+        self.tuner = tuner
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)  # a copy belongs to no tuner
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    def change(self: WrittenNames, /, *args: Any, **kwargs: Any) -> Any:
+        names = list(self)
+        result = getattr(names, name)(*args, **kwargs)
+        self.tuner.change_names(names)  # first, as it rejects unknown parameters
+        list.__setitem__(self, slice(None), names)
+        return self if result is names else result
+
+    return change
+
+
+for _name in (
+    *("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"),
+    *("__delitem__", "__iadd__", "__imul__", "__setitem__"),
+):
+    setattr(WrittenNames, _name, _telling(_name))
+
+
+def _listed(prune: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return the configs that a prune function leaves; a generator of them as a list."""
+    left = prune(*args, **kwargs)
+    return list(left) if isinstance(left, Iterator) else left
 
 
 _run = Autotuner.run
+
+
+def _policies(replaced: Mapping[str, Any]) -> bool:
+    """Whether something has replaced a method that chooses a config, on Triton's class or ours."""
+    return bool({"run", "_bench"} & replaced.keys()) or "_bench" in vars(Autotuner)
+
+
+class UnderPolicy(Autotuner):
+    """A tuner whose configs a framework chooses, while methods of Triton's class are replaced.
+
+    Megatron-LM does so to have all ranks launch one config. Its policy is called for every launch.
+    Where that leaves the choice to Triton's own `run`, which asks `_bench` for the time of each
+    config, the answers come from safetune: nothing is timed here.
+    """
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Launch as Triton's tuner class says now."""
+        return super().run(*args, **kwargs)
+
+    def _launch(self, /, *args: Any, **kwargs: Any) -> Any:
+        if _policies(triton_internals.replaced_methods()):
+            return triton_autotuner.Autotuner.run(self, *args, **kwargs)
+        self.__class__ = Autotuner  # type: ignore[assignment]
+        return self._launch(*args, **kwargs)
+
+    def _bench(self, /, *args: Any, config: Config, **meta: Any) -> list[float]:
+        """Return 0 for safetune's choice, infinity for the others, or the policy's answer."""
+        view: Any = copy.copy(self)
+        view.nargs = call_shape.named_arguments(self.arg_names, args)
+        view.do_bench = lambda launch, quantiles=None: (
+            [0.0 if config == self._chosen(args, meta) else float("inf")] * 3
+        )
+        bench = Autotuner._bench
+        return bench(view, *args, config=config, **meta)  # type: ignore[no-any-return]
+
+    def _chosen(self, args: Args, kwargs: Kwargs) -> Config:
+        if len(self.configs) == 1:
+            return self.configs[0]
+        key = self.shapes.of(args, kwargs).key(args, kwargs)
+        return self.states.of(key).hit or self._miss(key, args, kwargs)

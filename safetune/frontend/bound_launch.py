@@ -1,4 +1,4 @@
-"""Known launches as functions of their tensors, for a caller that checks what those are itself."""
+"""Known launches as functions of their tensors, for a caller that checks the tensors itself."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from safetune import forks
+from safetune.both import backend
 from safetune.frontend import observers
-from safetune.isolation import backend
-from safetune.keys.kernel_digest import is_interpreted
+from safetune.keys.identity import is_interpreted
 from safetune.settings import Mode, Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import CallCount
@@ -33,7 +33,7 @@ class _Count:
     """The launches of one key in this process, and how many of them are stored."""
 
     def __init__(self, key: str) -> None:
-        self.calls = 0
+        self.calls = self.captured = 0
         self.watches: list[_Watch] = []  # of launches that may not have ended
         self.times_ms: list[float] = []
         self.stored = CallCount(key, 0)
@@ -44,15 +44,20 @@ class _Count:
         return number >= _FIRST_TIMED and (number <= _ALL_TIMED or number & (number - 1) == 0)
 
     def news(self) -> CallCount:
-        """Return what is not stored yet. A launch that compiled again is not typical of the key."""
+        """Return the counts not stored yet, without launches that compiled again: not typical."""
         ended = [ms for watch in self.watches if (ms := watch.milliseconds()) is not None]
         self.times_ms += ended
         self.watches = [watch for watch in self.watches if watch.running]
         timed = len(self.times_ms)
         total_ms = timed * statistics.median(self.times_ms) if timed else 0.0
-        stored, self.stored = self.stored, CallCount(self.stored.key, self.calls, timed, total_ms)
+        stored = self.stored
+        self.stored = CallCount(stored.key, self.calls, timed, total_ms, self.captured)
         return CallCount(
-            stored.key, self.calls - stored.calls, timed - stored.timed, total_ms - stored.timed_ms
+            stored.key,
+            self.calls - stored.calls,
+            timed - stored.timed,
+            total_ms - stored.timed_ms,
+            self.captured - stored.captured,
         )
 
 
@@ -97,12 +102,13 @@ class CallCounts(observers.Observer):
         self._settings = settings
         self._lock = forks.lock()
         self._counts: dict[str, _Count] = {}
-        self._unseen: list[KeyState] = []  # of a launch that was under way when this was made
+        #: Of a launch that was under way when this was made.
+        self._unseen: list[tuple[KeyState, None, bool]] = []
         self._flushed = time.monotonic()
 
     def begin(self, state: KeyState) -> None:
         """Count the launches of every tuner from here on, and one of this key under way."""
-        self._unseen.append(state)
+        self._unseen.append((state, None, bool(backend.capture_under_way())))
         observers.add(self)
         forks.register("report", after_in_child=self.clear, at_exit=self.flush)
         forks.register_worker_exit(self, self.flush)
@@ -124,22 +130,22 @@ class CallCounts(observers.Observer):
             return None
         self._catch_up()
         state = tuner.states.of(tuner.shapes.of(args, kwargs).key(args, kwargs))
-        count, watch = self._of(state), None
-        if count is not None and count.is_timed() and not backend.capture_under_way():
+        count, watch, captured = self._of(state), None, bool(backend.capture_under_way())
+        if count is not None and count.is_timed() and not captured:
             with contextlib.suppress(RuntimeError):  # no events on this device
                 watch = _Watch(is_interpreted(tuner.fn))
 
         def launched() -> None:
             if watch is not None:
                 watch.stop()
-            self._add(state, watch)
+            self._add(state, watch, captured)
             if time.monotonic() - self._flushed > _FLUSH_S:
                 self.flush()
 
         return launched
 
     def flush(self) -> None:
-        """Add what was counted to the recorded calls."""
+        """Add the counts to the recorded calls."""
         self._flushed = time.monotonic()
         self._catch_up()
         with self._lock:
@@ -153,12 +159,13 @@ class CallCounts(observers.Observer):
 
     def _catch_up(self) -> None:
         while self._unseen:
-            self._add(self._unseen.pop(), None)
+            self._add(*self._unseen.pop())
 
-    def _add(self, state: KeyState, watch: _Watch | None) -> None:
+    def _add(self, state: KeyState, watch: _Watch | None, captured: bool) -> None:
         with self._lock:
             if (count := self._of(state)) is not None:
                 count.calls += 1
+                count.captured += captured
                 count.watches += [watch] if watch is not None else []
 
     def _of(self, state: KeyState) -> _Count | None:

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Heuristics
 
 from safetune.errors import InvalidSetting
 from safetune.frontend.autotuner import Autotuner
-from safetune.keys.kernel_digest import is_interpreted
-from safetune.keys.written_key import Key, lenient
-from safetune.tuning.requests import Limits
+from safetune.frontend.options import Options
+from safetune.keys.written_key import lenient
 
-if TYPE_CHECKING:
-    from safetune.tuning.search import Proposer
+Parameters = ParamSpec("Parameters")
 
 
-def safetune(
-    configs: Any = None,
-    key: Key = (),
-    prune_configs_by: dict[str, Any] | None = None,
-    reset_to_zero: Iterable[str] | None = None,
-    restore_value: Iterable[str] | None = None,
-    pre_hook: Callable[..., object] | None = None,
-    post_hook: Callable[..., object] | None = None,
-    warmup: int | None = None,
-    rep: int | None = None,
-    use_cuda_graph: bool = False,
-    do_bench: Callable[..., Any] | None = None,
-    cache_results: bool = False,
-    *,
-    phantom: str | None = None,
-    keep: Iterable[str] = (),
-    isolation: str = "worker",
-    compile_timeout_s: float = Limits.compile_timeout_s,
-    run_timeout_s: float = Limits.run_timeout_s,
-    scratch: Iterable[str] = (),
-    reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
-    inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
-    capture_miss: str | None = None,
-    budget: int | str | None = None,
-    proposer: Proposer | None = None,
-) -> Any:
+def _with_parameters_of(
+    options: Callable[Parameters, Any],
+) -> Callable[[Callable[..., Any]], Callable[Parameters, Any]]:
+    def decorate(function: Any) -> Any:
+        signature = inspect.signature(options)
+        function.__signature__ = signature.replace(return_annotation="Any")
+        return function
+
+    return decorate
+
+
+@_with_parameters_of(Options)
+def safetune(*args: Any, **kwargs: Any) -> Any:
     """Decorate a Triton kernel: a drop-in for `triton.autotune`, whose parameters come first.
 
     Bare `@safetune` above `@triton.autotune(...)` takes over the settings of that tuner; above
@@ -51,10 +37,9 @@ def safetune(
 
     Args:
         configs: `triton.Config`s to choose from; an empty list means Triton's default config.
-        key: names of the arguments whose values need a choice of their own, or `"auto"`: every
-            argument that the kernel reads and no config sets. Or a mapping: `{"n": f}` makes one
-            choice for all `n` with the same `f(n)`, an int, bool, str, float or dtype, and
-            `{"n": None}` is as `["n"]`.
+        key: names of the arguments whose values need a choice of their own. Or a mapping:
+            `{"n": f}` makes one choice for all `n` with the same `f(n)`, an int, bool, str, float
+            or dtype, and `{"n": None}` is as `["n"]`.
         cache_results: accepted and ignored: safetune stores every choice.
         phantom: what to do with a name in `key` that nothing reads: `drop` it (the default, see
             SAFETUNE_PHANTOM), `keep` it, or raise an `error`.
@@ -71,27 +56,30 @@ def safetune(
         inputs: a function that returns every tensor to tune on, by name. It is called in the
             measuring process with the arguments by name, each tensor as a meta tensor. The
             caller's tensors are then not copied.
-        capture_miss: for a key without a choice under CUDA graph capture: launch the `fallback`
-            (the default, see SAFETUNE_CAPTURE_MISS), or raise an `error`.
-        budget: how many configs a key's tuning tries, e.g. `200`, or for how long, e.g. `"5m"`:
-            the most promising ones. None, the default, tries all, and so does `inline`.
-        proposer: who names the configs within a budget; by default a Gaussian process, from
+        on_miss: for a key without a choice: launch the `fallback` and never tune, `warn` and
+            follow the mode, or raise an `error`. None, the default: see SAFETUNE_ON_MISS.
+        measure: how the final of kernels below 50 us is timed: between `events`, in replays of a
+            CUDA `graph`, or `hot`, in a graph on the same arguments. It identifies the choice.
+            None, the default: see SAFETUNE_MEASURE.
+        budget: the number of configs to try for a key, e.g. `200`, or a time, e.g. `"5m"`. None,
+            the default, tries all, and so does `inline`.
+        proposer: proposes the configs within a budget; by default a Gaussian process, from
             `safetune[search]`.
 
     Raises:
         InvalidConfig, InvalidSetting: no launch could use an argument; the message names it.
         PhantomKey: under `phantom="error"`.
     """
-    settings = {n: v for n, v in locals().items() if n not in ("configs", "key")}
+    options = Options(*args, **kwargs)
 
     def decorate(fn: Any) -> Any:
         _check_kernel(fn)
-        return Autotuner(fn, fn.arg_names, configs, key, **settings)
+        return Autotuner(fn, fn.arg_names, options)
 
-    if hasattr(configs, "fn"):
-        return take_over(configs)
-    if callable(configs):  # used bare, above something that is not a kernel
-        _check_kernel(configs)
+    if hasattr(options.configs, "fn"):
+        return take_over(options.configs)
+    if callable(options.configs):  # used bare, above something that is not a kernel
+        _check_kernel(options.configs)
     return decorate
 
 
@@ -107,27 +95,11 @@ def take_over(kernel: Any) -> Any:
     if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
         return Heuristics(take_over(kernel.fn), kernel.arg_names, kernel.values)
     if not isinstance(kernel, triton_autotuner.Autotuner):
-        return Autotuner(kernel, kernel.arg_names, None, ())
+        return Autotuner(kernel, kernel.arg_names, Options())
     if isinstance(kernel, Autotuner):
         return kernel
     _check_kernel(kernel.fn)
-    deprecated = kernel.use_cuda_graph or kernel.num_warmups or kernel.num_reps
-    tuner = Autotuner(
-        kernel.fn,
-        kernel.arg_names,
-        kernel.configs,
-        kernel.keys,
-        kernel.reset_to_zero,
-        kernel.restore_value,
-        pre_hook=kernel.pre_hook if kernel.user_defined_pre_hook else None,
-        post_hook=kernel.post_hook if kernel.user_defined_post_hook else None,
-        prune_configs_by={
-            "perf_model": kernel.perf_model,
-            "top_k": kernel.configs_top_k,
-            "early_config_prune": kernel.early_config_prune,
-        },
-        do_bench=None if deprecated and is_interpreted(kernel.fn) else kernel._do_bench,
-    )
+    tuner = Autotuner(kernel.fn, kernel.arg_names, Options.of(kernel))
     # As parameters they would give their deprecation warning a second time.
     tuner.num_warmups, tuner.num_reps = kernel.num_warmups, kernel.num_reps
     tuner.use_cuda_graph = kernel.use_cuda_graph

@@ -15,7 +15,7 @@ from safetune import forks
 
 _lock = forks.lock()
 
-#: All observers, in the order in which they were added. Replaced, never changed in place.
+#: All observers, in the order of registration. Replaced, never changed in place.
 active: tuple[Observer, ...] = ()
 
 

@@ -13,22 +13,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import triton.language as tl
 from triton.runtime.autotuner import Config
 
 from safetune import forks
 from safetune.errors import InvalidSetting
 from safetune.frozen import dataclass
 from safetune.keys import encoding
-from safetune.keys.kernel_digest import base_function
-from safetune.launch.call_shape import heuristic_values, named_arguments
+from safetune.keys.identity import base_function
+from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
+from safetune.outcome import Scope
 
 #: Indices and sizes are below these addresses, most hashes and times above them.
 LOWEST_ADDRESS, HIGHEST_ADDRESS = 1 << 32, 1 << 56
 
+#: The types of a heuristic's values that travel; a dtype of torch would make a child import it.
+_PLAIN = (type(None), bool, int, float, str, tl.dtype)
+
 
 @dataclass(frozen=True)
 class Hooks:
-    """What runs around a launch, in the child. The first five are those of `triton.autotune`."""
+    """The functions around a launch, in the child. The first five are `triton.autotune`'s."""
 
     pre_hook: Callable[..., object] | None = None
     post_hook: Callable[..., object] | None = None
@@ -37,13 +42,13 @@ class Hooks:
     do_bench: Callable[..., Any] | None = None
     #: Arguments that are not results, so their contents are not compared.
     scratch: tuple[str, ...] = ()
-    #: Called with the arguments by name, returns what the written ones should hold.
+    #: Called with the arguments by name, returns the right values of the written ones.
     reference: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     #: Called with the arguments by name, tensors as meta tensors; returns the values to tune on.
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
     def identity_parts(self) -> tuple[Any, ...]:
-        """Return what a kernel's identity covers besides the kernel; digests rest on the order."""
+        """Return the parts of an identity besides the kernel; digests depend on the order."""
         return (
             self.pre_hook,
             self.post_hook,
@@ -75,6 +80,9 @@ class Call:
     pins: Mapping[str, Any]
     hooks: Hooks
     index: int
+    #: What the caller's heuristics set for each config; None where a child has to run them: a value
+    #: cannot travel, or the config has a hook, which runs before them.
+    heuristics: tuple[Mapping[str, Any] | None, ...] = ()
 
     @property
     def interpreted(self) -> bool:
@@ -128,6 +136,14 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Yield an argument's tensors, unwrapped where Triton reads one as another dtype."""
+    for leaf in leaves(value):
+        tensor = leaf if hasattr(leaf, "zero_") else getattr(leaf, "base", None)
+        if hasattr(tensor, "zero_"):
+            yield tensor
+
+
 def may_be_address(value: object) -> bool:
     """Whether a value is an integer that could be an address."""
     return isinstance(value, int) and LOWEST_ADDRESS <= value < HIGHEST_ADDRESS
@@ -161,15 +177,18 @@ class WatchedArguments(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401 - this is that `get`
 
 
-def grid_of(call: Call, config: Config) -> tuple[tuple[int, ...], set[str]]:
+def grid_of(
+    call: Call, config: Config, values: Mapping[str, Any] | None = None
+) -> tuple[tuple[int, ...], set[str]]:
     """Return the grid that a launch with `config` has, from the caller's values, and the dropped
     names that the grid function reads.
 
-    Raises what the grid or a heuristic raises.
+    `values` are those that heuristics set; without them they are run. Raises what the grid or a
+    heuristic raises.
     """
     if not callable(call.grid):
         return tuple(int(size) for size in call.grid), set()
-    arguments = WatchedArguments(meta_arguments(call, config), call.pins)
+    arguments = WatchedArguments(meta_arguments(call, config, values), call.pins)
     grid = call.grid(arguments)
     return tuple(int(size) for size in grid), arguments.seen
 
@@ -200,10 +219,24 @@ def grid_sizes(grid: Any) -> tuple[int, ...]:
     return sizes
 
 
-def meta_arguments(call: Call, config: Config) -> dict[str, Any]:
+def meta_arguments(
+    call: Call, config: Config, values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return all arguments as a grid function sees them, with defaults and heuristics."""
     arguments = {**_defaults(call.parameters), **call.named(), **config.all_kwargs()}
-    return arguments | heuristic_values(call.kernel, arguments)[1]
+    return {**arguments, **(heuristics_of(call, config) if values is None else values)}
+
+
+def heuristics_of(call: Call, config: Config) -> dict[str, Any]:
+    """Return the values that heuristics set for a launch with `config`; raises their errors."""
+    return heuristic_values(call.kernel, {**call.named(), **config.all_kwargs()})[1]
+
+
+def can_travel(value: Any) -> bool:
+    """Whether a value of a heuristic means the same in a child: it is plain, and no address."""
+    if type(value) is tuple:
+        return all(map(can_travel, value))
+    return type(value) in _PLAIN and not may_be_address(value)
 
 
 def parameters_of(kernel: Any) -> dict[str, inspect.Parameter]:
@@ -223,3 +256,87 @@ def _defaults(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
 def of_the_user(hook: Any) -> Any:
     """Return a hook; None for one that Triton's constructor has set."""
     return None if getattr(hook, "__module__", None) == Config.__module__ else hook
+
+
+@dataclass(frozen=True)
+class Scopes:
+    """What the outcomes of a call's configs hold for: see `Outcome.holds_for`.
+
+    A mistake of one call, or a value outside of the key, does not speak for other calls of the key.
+    """
+
+    call: str  # a digest for all configs
+    of: tuple[Scope, ...]  # for each config
+
+
+def scopes_of(
+    call: Call, grids: Sequence[tuple[int, ...]], heuristics: Sequence[Mapping[str, Any] | None]
+) -> Scopes:
+    """Return what the outcomes of configs hold for, from the caller's view of its call.
+
+    What hooks change does not count.
+
+    Args:
+        grids, heuristics: for each config, its grid and what heuristics set; None where one raises.
+    """
+    args, kwargs = call.pinned()
+    named = named_arguments(call.arg_names, args, kwargs)
+    special = _digest(lambda: specialisation(call.kernel, call.arg_names, named))
+    whole = _digest(lambda: [special, passed_twice(call), list(_facts(call.named()))])
+    scopes = []
+    for grid, values in zip(grids, heuristics, strict=True):
+        own = special
+        if values != {}:
+            own = _digest(lambda values=values: [special, _specialised(call, values)])
+        scopes.append(Scope(own, _digest(lambda own=own, grid=grid: [whole, own, list(grid)])))
+    return Scopes(_digest(lambda: [whole, [list(grid) for grid in grids]]), tuple(scopes))
+
+
+def passed_twice(call: Call) -> list[str]:
+    """Return the parameters that a call passes by position and by name."""
+    return sorted(call.kwargs.keys() & {*call.arg_names[: len(call.args)]})
+
+
+def _specialised(call: Call, values: Mapping[str, Any] | None) -> Any:
+    return None if values is None else specialisation(call.kernel, call.arg_names, values)
+
+
+def _digest(parts: Any) -> str:
+    """Return a digest; of a call that has no facts, as on wrapper subclasses, that of the reason.
+
+    Nothing is stored of such a call, because it cannot be handed to a child.
+    """
+    try:
+        return encoding.digest(_plain(parts()))[:16]
+    except Exception as error:
+        return encoding.digest(f"{type(error).__name__}: {error}")[:16]
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _facts(value: Any) -> Iterator[Any]:
+    """Yield shapes, strides, dtypes and scalars of an argument."""
+    if isinstance(value, Mapping):
+        for name, item in sorted(value.items(), key=lambda pair: str(pair[0])):
+            yield str(name)
+            yield from _facts(item)
+    elif isinstance(value, (tuple, list)):
+        yield len(value)
+        for item in value:
+            yield from _facts(item)
+    elif isinstance(value, (bool, int, float, str, type(None))):
+        yield type(value).__name__
+        yield repr(value)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        strides = getattr(value, "stride", None)
+        yield encoding.dtype_name(value.dtype)
+        yield [int(size) for size in value.shape]
+        yield [int(step) for step in strides()] if callable(strides) else str(strides)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _facts(getattr(value, each.name))
+    elif hasattr(base := getattr(value, "base", None), "dtype"):  # read as another dtype
+        yield encoding.dtype_name(value.dtype)
+        yield from _facts(base)

@@ -1,57 +1,66 @@
-"""A call's arguments as plain JSON data, without what their tensors hold, and tensors like them.
+"""A call's arguments as plain JSON data without the contents of tensors, and tensors like them.
 
 The layout of the tensors is kept as exactly as for a child (`spans`): shape, strides, offset,
-alignment, and which tensors share memory. Floats are drawn at random, as inputs too large to copy
-are (`random_inputs`).
+alignment, which tensors share memory, and which arguments are one tensor. Floats are drawn at
+random, as inputs too large to copy are (`random_inputs`).
 
-Integers are as recorded, else zeros, which are in range as an index. Their values may be users'
-data: token numbers, lengths of documents. Of offsets, such as the `cu_seqlens` of sequences behind
-one another, a histogram of the lengths is enough to do as much work; of others the values
-themselves, where `SAFETUNE_RECORD_VALUES=1` allows that.
+The values of integers may be users' data: token numbers, lengths of documents. For offsets, such as
+the `cu_seqlens` of concatenated sequences, a histogram of the lengths reproduces the work; for
+others the range is recorded, and values within it are drawn, in order if the array never falls.
+
+Classes, functions and members of an enum are recorded by module and name, and only where that name
+leads to them.
 """
 
 from __future__ import annotations
 
-import base64
-import ctypes
+import contextlib
+import inspect
 import math
 import random
-import zlib
-from collections.abc import Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
 import triton.language as tl
+from triton.runtime.jit import JITCallable, KernelInterface
 
+from safetune.both import backend
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import pointers, random_inputs, spans
 from safetune.inputs.call import Call, may_be_address
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
-from safetune.isolation import backend
+from safetune.keys import encoding
+from safetune.keys.identity import base_function
 from safetune.launch.call_shape import named_arguments
 
-#: No offsets are looked for in larger tensors, and the values of a call take no more text.
+#: No offsets are looked for in larger tensors.
 _MOST_OFFSETS = 1 << 20
-_MOST_TEXT = 1 << 19
+
+#: The integers that torch compares on every device.
+_ORDERED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_HIGHEST = (1 << 63) - 2
 
 
-def describe(call: Call, values: bool = False, read: bool = True) -> dict[str, Any]:
+def describe(call: Call, read: bool = True) -> dict[str, Any]:
     """Return the positional and keyword arguments of a call.
 
     A meta tensor, such as an array without data yet, is described as one in memory of its own.
 
     Args:
-        values: whether the values of integer tensors may be recorded.
         read: whether tensors can be read now, which waits for their device.
 
     Raises:
-        KernelNotTransferable: an argument is an address, or of a type that JSON cannot describe.
+        KernelNotTransferable: an argument is an address, or cannot be made again from JSON data.
     """
     tensors: list[torch.Tensor] = []
     names = named_arguments(call.arg_names, call.args)
-    args = [_encode(value, name, tensors, call) for name, value in names.items()]
-    kwargs = {name: _encode(value, name, tensors, call) for name, value in call.kwargs.items()}
+    args = [_Encoder(name, tensors, call).encode(value) for name, value in names.items()]
+    kwargs = {n: _Encoder(n, tensors, call).encode(value) for n, value in call.kwargs.items()}
     device = "cpu" if call.interpreted else backend.required().torch_type
     blocks, views = _laid_out(tensors, device)
     return {
@@ -59,7 +68,7 @@ def describe(call: Call, values: bool = False, read: bool = True) -> dict[str, A
         "kwargs": kwargs,
         "blocks": [asdict(block) for block in blocks],
         "tensors": [asdict(view) for view in views],
-        "integers": _contents_of_all(tensors, values) if read else [],
+        "integers": _contents_of_all(tensors) if read else [],
     }
 
 
@@ -81,11 +90,18 @@ def _laid_out(
 
 
 def rebuild(
-    data: dict[str, Any], device: str, filled: bool = True
+    data: dict[str, Any],
+    device: str,
+    filled: bool = True,
+    main: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments like those described; tensors that were on a GPU are made on `device`.
 
-    `filled` says whether their contents will be read.
+    Args:
+        filled: whether the tensors' contents will be read.
+        main: the names of the script that was `__main__` when the call was recorded.
+
+    Raises `LookupError` for a class or function that is not there, or not as it was.
     """
     blocks = [BlockSpec(**block) for block in data["blocks"]]
     views = [TensorSpec.of(view) for view in data["tensors"]]
@@ -96,18 +112,20 @@ def rebuild(
     tensors = [spans.view_of(memory[view.block], view) for view in views]
     for number, content in data.get("integers", ()) if filled else ():
         _fill(tensors[number], content)
-    args = tuple(_decode(value, tensors) for value in data["args"])
-    return args, {name: _decode(value, tensors) for name, value in data["kwargs"].items()}
+    main = main or {}
+    args = tuple(_decode(value, tensors, main) for value in data["args"])
+    return args, {name: _decode(value, tensors, main) for name, value in data["kwargs"].items()}
 
 
 def drawn(data: dict[str, Any], arg_names: Sequence[str]) -> list[str]:
     """Return the described arguments with tensors whose values are not recorded."""
-    exact = {number for number, content in data.get("integers", ()) if "values" in content}
+    ranges = [(number, content.get("range")) for number, content in data.get("integers", ())]
+    exact = {number for number, found in ranges if found and found[0] == found[1]}
     return _with_tensors(data, arg_names, set(range(len(data["tensors"]))) - exact)
 
 
 def unknown(data: dict[str, Any], arg_names: Sequence[str]) -> list[str]:
-    """Return the described arguments with integers of which nothing is recorded."""
+    """Return the described arguments with integers without a recorded range."""
     known = {number for number, _ in data.get("integers", ())}
     views = enumerate(map(TensorSpec.of, data["tensors"]))
     numbers = {number for number, view in views if view.dtype not in FLOATS}
@@ -137,41 +155,173 @@ def _memory(
     return live
 
 
-def _encode(value: Any, name: str, tensors: list[torch.Tensor], call: Call) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
-    if isinstance(value, (tuple, list)):
-        items = [_encode(item, name, tensors, call) for item in value]
-        return {type(value).__name__ if type(value) in (tuple, list) else "tuple": items}
-    if isinstance(value, tl.constexpr):
-        return {"constexpr": _encode(value.value, name, tensors, call)}
-    if isinstance(value, torch.dtype):
-        return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, tl.dtype):
-        return {"triton": str(value)}
-    if type(value) is float and not math.isfinite(value):
-        return {"float": repr(value)}
-    if type(value) not in (type(None), bool, int, float, str):
-        raise KernelNotTransferable(f"{name} is a {type(value).__name__}, which cannot be recorded")
-    if may_be_address(value) and pointers.is_live(call.interpreted)(value):
-        raise pointers.not_reproducible(name, value)
-    return value
+class _Encoder:
+    """Makes plain JSON data of an argument; one of its own kind is an object with one name."""
+
+    def __init__(self, name: str, tensors: list[torch.Tensor], call: Call) -> None:
+        self._name, self._tensors, self._call = name, tensors, call
+
+    def encode(self, value: Any) -> Any:
+        """Return the data; raises `KernelNotTransferable` for values that cannot be made again."""
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._number(value)}
+        if type(value) in (tuple, list, torch.Size):
+            return {type(value).__name__: [self.encode(item) for item in value]}
+        if isinstance(value, tl.constexpr):
+            return {"constexpr": self.encode(value.value)}
+        if isinstance(value, torch.dtype):
+            return {"torch": str(value).removeprefix("torch.")}
+        if type(value) is tl.dtype:
+            return {"triton": str(value)}
+        if type(value) is float and not math.isfinite(value):
+            return {"float": repr(value)}
+        if type(value) in (type(None), bool, int, float, str):
+            if may_be_address(value) and pointers.is_live(self._call.interpreted)(value):
+                raise pointers.not_reproducible(self._name, value)
+            return value
+        return self._by_name(value)
+
+    def _by_name(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return {"enum": [self._place(type(value)), value.name]}
+        if _is_function(value):
+            function = _python_function(value)
+            return {"function": [self._place(value, function), _text_digest(function)]}
+        named = isinstance(value, tuple) and hasattr(type(value), "_fields")
+        if named or (is_dataclass(value) and not isinstance(value, type)):
+            content = _fields_of(value)
+            extra = sorted({*getattr(value, "__dict__", ())} - content.keys())
+            if extra:
+                raise self._refused(value, f"it has attributes beside its fields: {extra[0]}")
+            items = {name: self.encode(item) for name, item in content.items()}
+            return {"fields": [self._place(type(value)), items]}
+        raise self._refused(value)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        for number, known in enumerate(self._tensors):
+            if known is tensor:
+                return number
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def _place(self, value: Any, named: Any = None) -> str:
+        """Return `module:qualname` of a class or function, which leads to it."""
+        named = value if named is None else named
+        place = f"{named.__module__}:{named.__qualname__}"
+        try:
+            if _at(place, {}) is value:
+                return place
+        except LookupError:
+            pass
+        raise self._refused(value, f"{place} does not lead to it")
+
+    def _refused(self, value: Any, reason: str = "") -> KernelNotTransferable:
+        kind = value.__name__ if isinstance(value, type) else type(value).__name__
+        return KernelNotTransferable(
+            f"{self._name} has a {kind}, which cannot be recorded{reason and ': '}{reason}"
+        )
 
 
-def _decode(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (FunctionType, KernelInterface, JITCallable))
+
+
+def _python_function(value: Any) -> FunctionType:
+    return value if isinstance(value, FunctionType) else base_function(value)[1]
+
+
+def _text_digest(function: FunctionType) -> str:
+    with contextlib.suppress(OSError, TypeError):  # without a file
+        return encoding.digest(inspect.getsource(function))
+    return ""
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    if isinstance(value, tuple):
+        return dict(zip(type(value)._fields, value, strict=True))  # type: ignore[attr-defined]
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _at(place: str, main: dict[str, Any]) -> Any:
+    """Return the object `module:qualname` of an imported module; raises `LookupError`."""
+    module, _, path = place.partition(":")
+    first, *rest = path.split(".")
+    names = main if main and module == "__main__" else vars(sys.modules.get(module, object))
+    try:
+        found = names[first]
+        for name in rest:
+            found = vars(found)[name]
+    except (KeyError, TypeError):
+        raise LookupError(f"{place} is not there") from None
+    return found
+
+
+def modules(data: dict[str, Any]) -> set[str]:
+    """Return the modules of the classes and functions among described arguments."""
+    places = _places([*data.get("args", ()), *data.get("kwargs", {}).values()])
+    return {place.partition(":")[0] for place in places} - {"__main__"}
+
+
+def _places(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for kind, content in value.items():
+            if kind in ("enum", "function", "fields"):
+                yield content[0]
+            yield from _places(content)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _places(item)
+
+
+def _decode(value: Any, tensors: Sequence[torch.Tensor], main: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
-    if kind in ("tuple", "list"):
-        items = [_decode(item, tensors) for item in content]
-        return tuple(items) if kind == "tuple" else items
+    if kind in ("tuple", "list", "Size"):
+        items = [_decode(item, tensors, main) for item in content]
+        return {"tuple": tuple, "list": list, "Size": torch.Size}[kind](items)
     if kind == "constexpr":
-        return tl.constexpr(_decode(content, tensors))
+        return tl.constexpr(_decode(content, tensors, main))
+    if kind == "enum":
+        return _class_at(content[0], main, Enum)[content[1]]  # type: ignore[index]
+    if kind == "function":
+        return _function_at(content[0], content[1], main)
+    if kind == "fields":
+        named = {name: _decode(item, tensors, main) for name, item in content[1].items()}
+        return _made(_class_at(content[0], main, object), named)
     makers = {"torch": lambda name: getattr(torch, name), "triton": tl.dtype, "float": float}
     return makers[kind](content)
+
+
+def _class_at(place: str, main: dict[str, Any], base: type) -> type:
+    found = _at(place, main)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise LookupError(f"{place} is another class now")
+    return found
+
+
+def _function_at(place: str, digest: str, main: dict[str, Any]) -> Any:
+    found = _at(place, main)
+    if not (_is_function(found) and _text_digest(_python_function(found)) == digest):
+        raise LookupError(f"{place} has changed since it was recorded")
+    return found
+
+
+def _made(cls: Any, items: dict[str, Any]) -> Any:
+    """Return an object with these fields. No code of the class runs: a record is not trusted."""
+    names = getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
+    if names is None and is_dataclass(cls):
+        names = [field.name for field in fields(cls)]
+    if names is None or {*names} != items.keys():
+        raise LookupError(f"{cls.__module__}:{cls.__qualname__} has other fields now")
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, [items[name] for name in names])
+    made = object.__new__(cls)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)
+    return made
 
 
 def _numbers(value: Any) -> list[int]:
@@ -183,44 +333,42 @@ def _numbers(value: Any) -> list[int]:
     return []
 
 
-def _contents_of_all(tensors: Sequence[torch.Tensor], values: bool) -> list[list[Any]]:
-    """Return what is recorded of a call's tensors as JSON data, each with the tensor's number.
-
-    Args:
-        values: whether their values may be recorded.
-    """
-    found, room = [], _MOST_TEXT
-    for number, tensor in enumerate(tensors):
-        content = _content_of(tensor, values, room)
-        if content is not None:
-            found.append([number, content])
-            room -= len(content.get("values", ""))
-    return found
+def _contents_of_all(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Return the records of a call's tensors as JSON data, each with the tensor's number."""
+    contents = ((number, _content_of(tensor)) for number, tensor in enumerate(tensors))
+    return [[number, content] for number, content in contents if content is not None]
 
 
-def _content_of(tensor: torch.Tensor, values: bool, room: int) -> dict[str, Any] | None:
+def _content_of(tensor: torch.Tensor) -> dict[str, Any] | None:
     if tensor.is_meta or spans.dtype_name(tensor) in FLOATS or tensor.is_complex():
         return None
-    may_be_offsets = tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
-    if not values and not (may_be_offsets and 2 <= tensor.numel() <= _MOST_OFFSETS):
+    if not tensor.numel():
         return None
+    flat = tensor.dim() == 1 and 2 <= tensor.numel() <= _MOST_OFFSETS
     with spans.reading(tensor.device):
-        found = tensor.detach().cpu().contiguous()
-    if not values:
-        return _lengths(found)
-    data = zlib.compress(ctypes.string_at(found.data_ptr(), found.nbytes))
-    text = base64.b85encode(data).decode()
-    return {"values": text} if len(text) <= room else None
+        values = tensor.detach()
+        if flat:
+            values = values.cpu()
+        values = values if values.dtype in _ORDERED else values.to(torch.int64)
+        low, high = int(values.amin()), int(values.amax())
+    if flat and tensor.dtype in (torch.int32, torch.int64) and (lengths := _lengths(values)):
+        return lengths
+    rising = flat and low < high and bool((values[1:] >= values[:-1]).all())
+    return {"range": [low, high], **({"rising": True} if rising else {})}
 
 
 def _fill(tensor: torch.Tensor, content: dict[str, Any]) -> None:
-    """Fill a tensor with recorded values, or with offsets of as many sequences as long."""
-    if "values" in content:
-        data = bytearray(zlib.decompress(base64.b85decode(content["values"])))
-        made = torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype) if data else tensor
+    """Fill a tensor with values of a recorded range, or with offsets as far apart as recorded."""
+    if "lengths" in content:
+        made = torch.tensor(_offsets(content["lengths"]))
     else:
-        made = torch.tensor(_offsets(content["lengths"]), dtype=tensor.dtype)
-    tensor.copy_(made.reshape(tensor.shape))
+        low, high = content["range"]
+        generator = torch.Generator().manual_seed(0)
+        # A range of 64 bits has no upper end that `randint` takes.
+        made = torch.randint(low, min(high, _HIGHEST) + 1, (tensor.numel(),), generator=generator)
+        if content.get("rising"):
+            made, _ = made.sort()
+    tensor.copy_(made.to(tensor.dtype).reshape(tensor.shape))
 
 
 def _lengths(tensor: torch.Tensor) -> dict[str, Any] | None:

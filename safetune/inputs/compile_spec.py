@@ -1,8 +1,8 @@
-"""What a compiler needs for one config, so that another process can compile it without a GPU.
+"""The compiler's input for one config, so that another process can compile it without a GPU.
 
-What a launch passes to the compiler (signature, constexprs, attributes, options) is taken from the
-launch itself, because heuristics and pre-hooks may change any of it. A compile child then writes an
-entry of Triton's own disk cache, under the key that the launch will look up.
+The input (signature, constexprs, attributes, options) is taken from the launch itself, because
+heuristics and pre-hooks may change any of it. A compile child then writes an entry of Triton's own
+disk cache, under the key that the launch will look up.
 
 A launch without hooks is resolved in the caller, on copies of its jit function and heuristics, so
 that compiling begins while the measuring child is still starting. A launch with hooks is resolved
@@ -12,13 +12,12 @@ in the measuring child, on the rebuilt arguments.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.jit import JITFunction
 
 from safetune import triton_internals
-from safetune.errors import from_signal_handler
 from safetune.inputs import kernel_pickle
 from safetune.keys.tuning_key import current_index
 
@@ -38,7 +37,7 @@ def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) ->
 
 
 def packed(jit: JITFunction, spec: tuple[Any, ...]) -> bytes:
-    """Return what `compile_arguments` returned as bytes for a compile child."""
+    """Return the result of `compile_arguments` as bytes for a compile child."""
     return kernel_pickle.pack(spec, f"the constants of {jit.__name__}", by_value=[jit.fn])
 
 
@@ -57,26 +56,29 @@ class CallerSpecs:
         self._kernel, self._jit = triton_internals.private_copy(call.kernel)
         self._usable = has_arguments and self._jit is not None and _plain(call, self._jit)
 
-    def spec_of(self, config: Config) -> Binary | bytes | None:
+    def spec_of(
+        self, config: Config, values: Mapping[str, Any] | None = None
+    ) -> Binary | bytes | None:
         """Return the binary of a config if it is in the disk cache, else what `capture_spec`
         returns in the measuring child; None if only the child can tell.
+
+        `values` are those that heuristics set; without them they are run.
         """
         jit = self._jit
         if not self._usable or jit is None or config.pre_hook is not None:
             return None
         args, pinned = self._call.pinned()
-        kwargs = {**pinned, **config.all_kwargs(), "grid": (1,), "warmup": False}
+        kernel = self._kernel if values is None else jit
+        kwargs = {**pinned, **config.all_kwargs(), **(values or {}), "grid": (1,), "warmup": False}
         from safetune import triton_compile  # no kernel of the interpreter comes here
 
         try:
             spec = triton_internals.compile_arguments(
-                jit, lambda: self._kernel.run(*args, **kwargs), self._call.index
+                jit, lambda: kernel.run(*args, **kwargs), self._call.index
             )
             cached = triton_compile.cached_binary(jit, spec, self._most_shared)
             return cached or packed(jit, spec)
-        except Exception as error:  # the child reports what is wrong with it
-            if from_signal_handler(error):
-                raise
+        except Exception:  # the child reports the error
             return None
 
 

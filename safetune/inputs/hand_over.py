@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from safetune.both import backend
+from safetune.both.device_memory import SharedMemory
 from safetune.inputs.spans import ALIGNMENT, Place, Span, aligned
-from safetune.isolation import backend
-from safetune.isolation.device_memory import SharedMemory
 
 #: A block that does not fit is cut at a multiple of this.
 _CUT = 1 << 21
@@ -29,7 +29,7 @@ class HandOver:
     places: Mapping[int, Place] = field(default_factory=dict)
 
     def read(self, place: Place, target: int) -> None:
-        """Copy what is at a place to the host."""
+        """Copy the bytes of a place to the host."""
         device, memory = self.memories[place.memory]
         where, index = backend.required(), torch.device(device).index
         with where.relaxed_capture(), memory.open() as address:

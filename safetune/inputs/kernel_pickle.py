@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import linecache
 import pickle
@@ -29,7 +30,7 @@ import triton.language
 from triton.runtime.jit import JITCallable, JITFunction
 
 from safetune import forks
-from safetune.errors import KernelNotTransferable, from_signal_handler
+from safetune.errors import KernelNotTransferable
 from safetune.keys.source_text import file_of, is_foreign, source_lines, tree_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def pack(
     except KernelNotTransferable:
         if not modules:
             raise
-        return _dump(value, what, tensors)  # what a module holds may be importable all the same
+        return _dump(value, what, tensors)  # the module's contents may still be importable
 
 
 def unpack(
@@ -95,8 +96,6 @@ def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
     except KernelNotTransferable:
         raise
     except Exception as error:  # pickling runs the reducers of arbitrary objects
-        if from_signal_handler(error):
-            raise
         raise KernelNotTransferable(
             f"{what} cannot be sent to a tuning process: {type(error).__name__}: {error}. Keep it "
             "out of the kernel's globals, closures and hooks, or tune this kernel with "
@@ -113,7 +112,7 @@ def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
 
 @contextlib.contextmanager
 def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Have cloudpickle send what these modules define."""
+    """Let cloudpickle send the definitions of these modules."""
     with _packing:
         known = cloudpickle.list_registry_pickle_by_value()
         try:
@@ -127,7 +126,7 @@ def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
 
 
 class TensorTable:
-    """The tensors of one call, in the order in which packing found them."""
+    """The tensors of one call, in the order of packing."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -176,6 +175,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         state: tuple[Any, ...]
+        if _is_own_kind_of_module(obj):
+            return importlib.import_module, (obj.__name__,)
         if _is_instance(obj, "triton.runtime.interpreter", "InterpretedFunction"):
             source = _source_lines(obj)
             # The interpreter needs one of the names of `triton.language`.
@@ -208,6 +209,12 @@ class _Unpacker(pickle.Unpickler):
 
             self._size = torch.Size
         return self._size(pid)
+
+
+def _is_own_kind_of_module(obj: Any) -> bool:
+    """Whether an object is an importable module of a class of its own, as torch.backends is."""
+    is_other = isinstance(obj, ModuleType) and type(obj) is not ModuleType
+    return is_other and sys.modules.get(obj.__name__) is obj
 
 
 def _is_instance(obj: Any, module: str, name: str) -> bool:
@@ -255,8 +262,8 @@ def _init(obj: Any, state: tuple[Any, ...]) -> None:
         _remember_source(file, *source)
     obj.__init__(function, **options)
     if text is not None:
-        # The cache key is sent, too: Triton 3.6 computes another one for the same functions,
-        # depending on which of them it has seen before.
+        # The cache key is sent as well: Triton 3.6 computes another one for the same functions,
+        # depending on the functions that it has seen before.
         obj._src, obj.hash = text
 
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from safetune.both import backend
 from safetune.errors import NoMemory, NotReproducible
-from safetune.isolation import backend
 
 #: Device memory that a child needs besides tensors: its context with the code of the libraries, and
 #: the buffer that flushes the L2 cache, at most.
@@ -77,7 +77,7 @@ def check_device(
 def too_large(
     what: str, needed: int, free: int, arguments: Mapping[str, int], reason: object = ""
 ) -> NotReproducible:
-    """Return the error that names what does not fit, and the largest arguments."""
+    """Return the error that names the exceeded limit and the largest arguments."""
     largest = sorted(arguments, key=lambda name: -arguments[name])[:3]
     listing = ", ".join(
         f"{name or 'a hook'} ({arguments[name] / _GIB:.3g} GiB)" for name in largest
@@ -98,7 +98,7 @@ def host_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def _cgroup_free(root: Path, own: Path) -> Iterator[int]:
-    """Yield what each memory limit of this process leaves; the page cache does not count."""
+    """Yield the bytes left by each memory limit of this process, the page cache not counted."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -111,7 +111,7 @@ def _cgroup_free(root: Path, own: Path) -> Iterator[int]:
 
 
 def _left(folder: Path) -> int:
-    if (folder / "memory.max").exists():  # the names of version 2, then those of version 1
+    if (folder / "memory.max").exists():  # the names of version 2, then of version 1
         limit, used, cache = "memory.max", "memory.current", "inactive_file"
     else:
         limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from safetune.both import backend
 from safetune.errors import NotReproducible
 from safetune.inputs.call import HIGHEST_ADDRESS, LOWEST_ADDRESS
-from safetune.isolation import backend
 
 #: The most distinct values of a tensor that are looked up, and the most plausible ones among which
 #: they are chosen.
@@ -66,7 +66,7 @@ def is_live(interpreted: bool) -> Callable[[int], bool]:
 def not_reproducible(name: str, address: int) -> NotReproducible:
     """Return the error for an argument with an address in it."""
     return NotReproducible(
-        f"{name} holds an address of this process ({address:#x}), which means nothing in a tuning "
-        "process: give `inputs=` a function that makes such values there, or tune "
-        'this kernel with isolation="inline"'
+        f"{name} holds an address of this process ({address:#x}), which is invalid in a tuning "
+        "process: make such values there with `inputs=`, or tune this kernel with "
+        'isolation="inline"'
     )

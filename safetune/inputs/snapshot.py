@@ -18,7 +18,8 @@ from types import MappingProxyType
 
 import torch
 
-from safetune.errors import BackendError, from_signal_handler
+from safetune.both import backend
+from safetune.errors import BackendError, TooMuchPinned
 from safetune.inputs import hand_over, memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, leaves, may_be_address, owners_of
 from safetune.inputs.hand_over import HandOver
@@ -52,27 +53,30 @@ def copy_inputs(
         outputs: arguments that are written; where there is little room, theirs are on the device.
 
     Raises:
+        KernelNotTransferable: a tensor has no plain storage.
         NotReproducible: an argument holds addresses, or the copies do not fit.
     """
     owners = owners_of(call.named(), tensors)
     made = call.hooks.inputs is not None
     kept = [i for i, owner in enumerate(owners) if not (made and owner)]
     copied, names = [tensors[i] for i in kept], [owners[i] for i in kept]
+    spans.merged_spans(copied)  # raises for a tensor whose storage is not plain
     if not made:
+        _check_tables(copied, names, call.interpreted)
         for name, argument in call.named().items():
             if numbers := [leaf for leaf in leaves(argument) if may_be_address(leaf)]:
                 pointers.check(name, numbers, call.interpreted)
     found = {} if call.interpreted else _check_devices(copied, names, free_memory)
+    limit = Settings.current().copy_limit
+    if pinned := pinned_spans(copied, call.index):
+        check_pinned(pinned, copied, names, limit)
+        where = backend.required()
+        with where.relaxed_capture():  # queued work may write to it
+            where.bytes_of(call.index).wait(where.launch_stream())
     rooms = {device: room for device, (room, _) in found.items() if on_devices}
-    snapshot = Snapshot(copied, names, Settings.current().copy_limit, rooms, outputs)
+    snapshot = Snapshot(copied, names, limit, rooms, outputs, call.index)
     if on_devices:
         snapshot.notes = tuple(note for _, note in found.values() if note)
-    if not made:
-        try:
-            _check_tables(snapshot, copied, names, call.interpreted)
-        except BaseException:
-            snapshot.close()
-            raise
     absent = {i: Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
     snapshot.layout = replace(snapshot.layout, absent=absent)
     return snapshot
@@ -87,6 +91,7 @@ class Snapshot:
         limit: the bytes to copy before float blocks are drawn at random; None copies all.
         rooms: the bytes to take of each device for copies there, if its driver can share them.
         outputs: the arguments whose copies are on a device first.
+        index: of the device that reads what is pinned; -1 where all on the host is the host's.
 
     Attributes:
         regenerated: the arguments with a tensor that is not copied but drawn.
@@ -106,6 +111,7 @@ class Snapshot:
         limit: int | None = None,
         rooms: Mapping[str, int] = MappingProxyType({}),
         outputs: Collection[str] = (),
+        index: int = -1,
     ) -> None:
         names = tuple(owners) or ("",) * len(tensors)
         merged = spans.merged_spans(tensors)
@@ -119,7 +125,8 @@ class Snapshot:
         order = sorted(range(len(merged)), key=lambda n: (n not in written, -merged[n].size))
         wanted = [number for number in order if number not in noises]
         self._on_device = _handed_over(merged, wanted, rooms) if rooms else HandOver()
-        blocks = tuple(_lay_out(merged, noises, self._on_device.places))
+        devices = dict.fromkeys(pinned_spans(tensors, index), f"{spans.PINNED}:{index}")
+        blocks = tuple(_lay_out(merged, noises, self._on_device.places, devices))
         shared = tuple((device, memory.size) for device, memory in self._on_device.memories)
         self.layout = Layout(blocks, specs, shared=shared)
         pairs = zip(specs, names, strict=True)
@@ -141,12 +148,12 @@ class Snapshot:
         self._close_shared()
 
     def _close_shared(self) -> None:
-        """Give the memory of devices back, but for what a child still maps."""
+        """Free device memory, except blocks that a child still maps."""
         for _, memory in self._on_device.memories:
             memory.close()
 
     def move_to_host(self) -> None:
-        """Have the memory file hold what was on devices, for a child that could not map that."""
+        """Copy the device contents into the memory file, for a child that could not map them."""
         blocks, end = list(self.layout.blocks), os.fstat(self.fd).st_size
         moved = {}
         for number, block in enumerate(blocks):
@@ -174,11 +181,12 @@ class Snapshot:
     def _copy(
         self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: Mapping[str, int]
     ) -> int:
-        """Return a memory file with the blocks that are not drawn, but for what is on a device."""
+        """Return a memory file with the blocks that are not drawn, except those on a device."""
         blocks = self.layout.blocks
         size = max(1, sum(map(_filed, blocks)))
-        # Tensors on the CPU are on the CPU in the child, too: once more, beside the file.
-        needed = size + sum(block.size for block in blocks if block.device == "cpu")
+        # Tensors on the CPU are on the CPU in the child as well: once more, beside the file.
+        on_host = [block for block in blocks if block.device == "cpu" or block.is_pinned]
+        needed = size + sum(block.size for block in on_host)
         memory_budget.check_host(needed, sizes)
         with contextlib.ExitStack() as on_error:
             try:
@@ -187,8 +195,6 @@ class Snapshot:
                 os.posix_fallocate(fd, 0, size)  # writing to pages that cannot be had is a SIGBUS
                 memory = mmap.mmap(fd, size)
             except OSError as error:
-                if from_signal_handler(error):
-                    raise
                 free = memory_budget.host_free()
                 raise memory_budget.too_large("host memory", needed, free, sizes, error) from error
             with memory:
@@ -209,27 +215,44 @@ class Snapshot:
         return fd
 
 
-def _check_tables(
-    snapshot: Snapshot, tensors: Sequence[torch.Tensor], owners: Sequence[str], interpreted: bool
+def pinned_spans(tensors: Sequence[torch.Tensor], index: int) -> list[Span]:
+    """Return the memory of the host among tensors that kernels on a device can read."""
+    found = backend.current() if index >= 0 else None
+    if found is None:
+        return []
+    on_host = [span for span in spans.merged_spans(tensors) if span.device == "cpu" and span.size]
+    return [span for span in on_host if found.is_known_pointer(span.start)]
+
+
+def check_pinned(
+    pinned: Sequence[Span], tensors: Sequence[torch.Tensor], owners: Sequence[str], limit: int
 ) -> None:
-    """Raise `NotReproducible` for an address among the integers that have been copied."""
-    layout = snapshot.layout
-    with mmap.mmap(snapshot.fd, 0) as memory:
-        for tensor, spec, owner in zip(tensors, layout.tensors, owners, strict=True):
-            block = layout.blocks[spec.block]
-            if not owner or spec.dtype not in ("int64", "uint64") or 0 in spec.shape:
-                continue
-            if block.place:
-                with spans.reading(tensor.device):
-                    values = tensor.detach().cpu()
-                pointers.check(owner, pointers.plausible(values), interpreted)
-                continue
-            begin = block.offset + spec.byte_offset
-            count = (block.size - spec.byte_offset) // 8
-            flat = torch.frombuffer(memory, dtype=torch.int64, count=count, offset=begin)
-            candidates = pointers.plausible(flat.as_strided(spec.shape, spec.stride))
-            del flat  # the mapping cannot be closed under a tensor
-            pointers.check(owner, candidates, interpreted)
+    """Raise `TooMuchPinned` if a child may not pin as much: no other process gets that memory."""
+    size, free = sum(span.size for span in pinned), memory_budget.host_free() // 2
+    if size <= min(limit, free):
+        return
+    merged = spans.merged_spans(tensors)
+    of = {o for t, o in zip(tensors, owners, strict=True) if _block(t, merged) in pinned}
+    why = f"SAFETUNE_COPY_LIMIT of {limit:,}" if limit < free else f"half of the {2 * free:,} free"
+    raise TooMuchPinned(
+        f"{', '.join(sorted(filter(None, of))) or 'a hook'}: {size:,} bytes of pinned host memory "
+        f"are more than a tuning process pins for its copy ({why} bytes)"
+    )
+
+
+def _block(tensor: torch.Tensor, merged: Sequence[Span]) -> Span:
+    return merged[spans.block_of(spans.span_of(tensor), merged)]
+
+
+def _check_tables(
+    tensors: Sequence[torch.Tensor], owners: Sequence[str], interpreted: bool
+) -> None:
+    """Raise `NotReproducible` for an address among the integers of arguments."""
+    for tensor, owner in zip(tensors, owners, strict=True):
+        if owner and tensor.dtype in (torch.int64, torch.uint64):
+            with spans.reading(tensor.device):
+                values = tensor.detach().cpu()
+            pointers.check(owner, pointers.plausible(values), interpreted)
 
 
 def _check_devices(
@@ -281,13 +304,16 @@ def _drawn(
 
 
 def _lay_out(
-    merged: Sequence[Span], noises: Mapping[int, Noise], places: Mapping[int, Place]
+    merged: Sequence[Span],
+    noises: Mapping[int, Noise],
+    places: Mapping[int, Place],
+    devices: Mapping[Span, str],
 ) -> Iterator[BlockSpec]:
     end = 0
     for index, span in enumerate(merged):
         misalignment = span.start % ALIGNMENT
         found = noises.get(index), places.get(index)
-        block = BlockSpec(span.device, end, span.size, misalignment, *found)
+        block = BlockSpec(devices.get(span, span.device), end, span.size, misalignment, *found)
         yield block
         end += _filed(block)
 

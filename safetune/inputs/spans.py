@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from safetune.both import backend
 from safetune.errors import KernelNotTransferable
-from safetune.isolation import backend
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,10 @@ REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 #: torch's CUDA allocator aligns to 512 bytes; no instruction needs more.
 ALIGNMENT = 512
+
+
+#: A block on `pinned:0` is memory of the host that kernels on device 0 read and write.
+PINNED = "pinned"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,11 @@ class BlockSpec:
     misalignment: int
     noise: Noise | None = None
     place: Place | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is memory of the host that a device reads."""
+        return self.device.startswith(PINNED)
 
     @property
     def head(self) -> int:

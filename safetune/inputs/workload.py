@@ -14,12 +14,12 @@ class Workload:
     """One launch to tune a kernel for.
 
     Attributes:
-        name: what `safetune tune --shape NAME` selects, e.g. `4096x1024`.
+        name: for `safetune tune --shape NAME`, e.g. `4096x1024`.
         grid: as in `kernel[grid](...)`: a tuple, or a function of the arguments.
-        args, kwargs: those of the launch, without the names that the configs set.
-        outputs: for `safetune verify`, arguments of which every element must be written.
-        allow: for `safetune verify`, arguments in which several programs may access an element, as
-            in a histogram that only needs to be about right.
+        args, kwargs: of the launch, without the names that the configs set.
+        outputs: for `safetune verify`, arguments whose every element must be written.
+        allow: for `safetune verify`, arguments whose elements several programs may access, such as
+            an inexact histogram.
     """
 
     name: str

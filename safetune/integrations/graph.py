@@ -1,4 +1,4 @@
-"""`safetune.graph`: torch.cuda.graph, and a report of what safetune did while it captured."""
+"""`safetune.graph`: torch.cuda.graph, with a report of safetune's work during the capture."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetune import forks, triton_internals
+from safetune.both import backend
 from safetune.errors import CaptureWarning, InvalidSetting, NoDevice
 from safetune.frozen import dataclass
-from safetune.isolation import backend, measuring_child
+from safetune.isolation import measuring_child
 from safetune.launch import scratch_memory
 from safetune.launch.key_state import CapturedMiss
 from safetune.messages import counted, logger, warn
@@ -29,8 +30,7 @@ class CaptureReport:
         graph: the name given to `safetune.graph`, or the driver's number of the capture.
         misses: keys that had no choice; the graph keeps the fallback for them.
         tunings: the number that began during the capture, in other threads of this process.
-        scratch_allocations: the number of requests for scratch memory for which torch had to ask
-            the driver.
+        scratch_allocations: the number of scratch memory requests that torch passed to the driver.
         seconds: wall time.
     """
 
@@ -72,7 +72,7 @@ class Watch:
         self._watchdog_s = watchdog_s
         self._capture = 0
         self._begin_s = time.monotonic()
-        self._tunings = reporting.tunings_begun()
+        self._tunings = reporting.tunings.begun
         longest_s = min(watchdog_s or math.inf, threading.TIMEOUT_MAX)
         self._watchdog = threading.Timer(longest_s, self._took_too_long)
         self._watchdog.name, self._watchdog.daemon = "safetune-watchdog", True
@@ -112,7 +112,7 @@ class Watch:
         return self._final or CaptureReport(
             graph=self._name,
             misses=under_capture.misses(self._capture) if self._capture else (),
-            tunings=reporting.tunings_begun() - self._tunings,
+            tunings=reporting.tunings.begun - self._tunings,
             scratch_allocations=scratch_memory.driver_calls(self._capture),
             seconds=time.monotonic() - self._begin_s,
         )
@@ -151,15 +151,15 @@ def graph(
     watchdog_s: float | None = 30.0,
     **options: Any,
 ) -> Iterator[Watch]:
-    """Capture as `torch.cuda.graph` does, and count the work that should have been done before.
+    """Capture like `torch.cuda.graph`, and count work that should have happened before.
 
-    Yields an object whose `report` can be read at any time, also after the capture. When there were
-    misses, tunings or allocations of scratch memory, there is one warning at the end.
+    Yields an object whose `report` can be read during and after the capture. Misses, tunings and
+    allocations of scratch memory cause one warning at the end.
 
     Args:
         name: of the graph, for warnings and reports.
-        watchdog_s: if the capture takes longer, the stacks of all threads are logged and running
-            measurements are given up, once. None: never.
+        watchdog_s: the time after which the stacks of all threads are logged and running
+            measurements abandoned. None: never.
         cuda_graph, pool, stream, capture_error_mode, options: as for `torch.cuda.graph`.
 
     Raises:

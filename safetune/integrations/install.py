@@ -3,9 +3,9 @@
 Tuners that do not come from the replaced decorator are intercepted at their launch (see
 `shadow_tuner`).
 
-Three ways: `safetune.install()`; `SAFETUNE_INSTALL=1`, which acts when safetune is imported; and
-`safetune run script.py`, which makes every Python that the program starts import safetune. At exit
-a report on stderr says what was tuned.
+Two ways: `safetune.install()` in a program that imports safetune, and `safetune run script.py`,
+which makes every Python that the program starts import safetune, with SAFETUNE_INSTALL=1. At exit a
+report on stderr lists the tunings.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
-from safetune.integrations.install_report import Installation
-from safetune.settings import Settings, parse_keep
+from safetune.integrations.install_report import LEFT, Installation
+from safetune.settings import Settings, configure, kept_by_run, parse_keep
 
 _one_at_a_time = forks.lock()
 
@@ -33,25 +33,36 @@ _one_at_a_time = forks.lock()
 _installation: Installation | None = None
 
 
-def install(keep: Iterable[str] = ()) -> Installation:
-    """Replace `triton.autotune` by safetune's decorator; a second call may only add to `keep`.
+def install(
+    keep: Iterable[str] = (),
+    leave: Iterable[str] = (),
+    on_miss: str | None = None,
+    measure: str | None = None,
+) -> Installation:
+    """Replace `triton.autotune` by safetune's decorator.
 
-    Tuners of Triton's own class, or of a library's subclass, are intercepted at their launch.
+    Tuners of Triton's own class, or of a library's subclass, are intercepted when they launch. A
+    second call can add names and change `on_miss` and `measure`, nothing else.
 
     Args:
-        keep: `kernel:name` for each key name of a library's kernel that is not to be dropped; the
-            kernel's name alone, or with its module in front. As SAFETUNE_KEEP.
+        keep: `kernel:name` or `module.kernel:name` for each key name that must not be dropped.
+        leave: kernels that Triton tunes and launches, by name or `module.kernel`, with `*` for any
+            text; applies to kernels decorated later. Like SAFETUNE_LEAVE.
+        on_miss: for a key without a choice, like `safetune.configure(on_miss=...)`.
+        measure: how short kernels are timed, like `safetune.configure(measure=...)`.
 
     Raises:
-        InvalidSetting: a SAFETUNE_* variable or `keep` has an invalid value.
+        InvalidSetting: a SAFETUNE_* variable or an argument has an invalid value.
     """
     global _installation
     # Importing Triton may install, after `when_triton_is_imported`.
     from safetune.integrations import shadow_tuner
-    from safetune.keys import written_key
+    from safetune.keys import left_kernels, written_key
 
+    configure(on_miss=on_miss, measure=measure)
     names = [keep] if isinstance(keep, str) else keep
-    written_key.keep(parse_keep("keep", ",".join(names)))
+    written_key.keep(parse_keep("keep", ",".join(names)) | kept_by_run())
+    left_kernels.leave([leave] if isinstance(leave, str) else leave)
     with _one_at_a_time:
         if _installation is not None:
             return _installation
@@ -66,15 +77,16 @@ def install(keep: Iterable[str] = ()) -> Installation:
     return installation
 
 
-def launched_in_place_of(kernel: Any) -> Any:
+def launched_in_place_of(kernel: Any, also_if_not_installed: bool = False) -> Any:
     """Return the tuner of safetune that launches in place of one of Triton's; None without one."""
     from triton.runtime.autotuner import Autotuner
 
     from safetune.integrations import shadow_tuner
 
-    if _installation is None or not isinstance(kernel, Autotuner):
+    installation = _installation or (Installation() if also_if_not_installed else None)
+    if installation is None or not isinstance(kernel, Autotuner):
         return None
-    shadow = shadow_tuner.shadow_of(_installation, kernel)
+    shadow = shadow_tuner.shadow_of(installation, kernel)
     return shadow and shadow.tuner
 
 
@@ -82,6 +94,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
     from safetune.frontend.decorator import safetune
     from safetune.integrations import shadow_tuner
     from safetune.keys.lazy_key import logged
+    from safetune.keys.left_kernels import is_left
     from safetune.keys.written_key import lenient
 
     @functools.wraps(stock)
@@ -91,6 +104,9 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
             return lambda fn: shadow_tuner.leave(make(fn))
 
         def decorate(fn: Any) -> Any:
+            if is_left(fn, Settings.current()):
+                installation.refuse(fn, LEFT)
+                return shadow_tuner.leave(stock(*args, **kwargs)(fn))
             try:
                 with logged(), lenient():
                     tuner = safetune(*args, **kwargs)(fn)

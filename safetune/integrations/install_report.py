@@ -1,4 +1,4 @@
-"""What `install` has counted in this process, and the lines that it prints at exit."""
+"""The counts of `install` in this process, and the lines that it prints at exit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 from safetune.frontend.observers import Observer
 from safetune.messages import counted, prefix
 
+#: Why a kernel that SAFETUNE_LEAVE names is not safetune's.
+LEFT = "by SAFETUNE_LEAVE or leave="
+
 
 class Installation(Observer):
     """What has gone through the replaced `triton.autotune` in this process.
@@ -17,19 +20,16 @@ class Installation(Observer):
     Attributes:
         tuners: every tuner of safetune that was made; a shadow tuner at its first launch.
         refused: kernels left to Triton, with the reason.
-        given: how often a kernel was launched with a config that was in its tuner's own cache.
         launches, misses: of all tuners.
     """
 
     def __init__(self) -> None:
         self.tuners: list[Any] = []
         self.refused: dict[str, str] = {}
-        self.given: dict[str, int] = {}
         self.begin(forked=False)
 
     def begin(self, forked: bool = True) -> None:
         """Start all counts at zero, in a new process or in one that was just forked."""
-        self.given.clear()
         self.launches = self.misses = 0
         self._before = _tunings()
         self._forked, self._reported = forked, False
@@ -49,9 +49,8 @@ class Installation(Observer):
 
     def report(self) -> None:
         """Print the counts on stderr, once, if this process had a kernel to launch."""
-        worked = self.launches or self.given
-        met = self.tuners or self.given or self.refused
-        if met and (worked or not self._forked) and not self._reported:
+        met = self.tuners or self.refused
+        if met and (self.launches or not self._forked) and not self._reported:
             self._reported = True
             with contextlib.suppress(AttributeError, ValueError):  # the program has closed it
                 sys.stderr.write(f"{self}\n")
@@ -69,11 +68,15 @@ class Installation(Observer):
             f"{counted(self.launches, 'launch', 'launches')}: {begun - failed - adopted} tuned, "
             f"{looked_up} looked up{without}, {self.launches - self.misses} known"
         ]
-        keys = [key for tuner in self.tuners if (key := tuner.lazy_key.known) is not None]
+        keys = [key for tuner in self.tuners if (key := tuner.lazy_key.last_report) is not None]
         dropped = {key.kernel: ", ".join(key.dropped) for key in keys if key.dropped}
+        written: dict[str, str] = {}
+        for tuner in self.tuners:
+            if keys_written := sum(state.written is not None for state in tuner.states):
+                written[tuner.base_fn.__name__] = counted(keys_written, "key")
         lists: list[tuple[str, Mapping[str, object]]] = [
             ("key names dropped, as nothing reads them", dropped),
-            ("launched with configs of its own cache", self.given),
+            ("launched with configs that were written into its cache", written),
             ("left to triton.autotune", self.refused),
         ]
         lines += [
@@ -102,4 +105,5 @@ def _fallbacks() -> int:
 def _tunings() -> tuple[int, int, int]:
     from safetune.miss import reporting
 
-    return reporting.tunings_begun(), reporting.tunings_failed(), reporting.tunings_adopted()
+    tunings = reporting.tunings
+    return tunings.begun, tunings.failed, tunings.adopted

@@ -16,7 +16,7 @@ from safetune.compilers import arrays
 from safetune.compilers.resolve import Resolved, resolve
 from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.inputs.call import checked_grid
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from safetune.launch.call_shape import named_arguments
 
 #: The launch options that jax-triton passes on to Triton.
@@ -44,10 +44,10 @@ def triton_call(
         out_type: one `jax.ShapeDtypeStruct`, or a tree of them; `out_shape` is the same.
         input_output_aliases: which input array (counted without scalars) shares memory with which
             output. With jax-triton 0.4 the kernel may have one pointer for both.
-        device: index of the GPU whose choice is used where no array says it.
+        device: index of the GPU whose choice is used if no array is on one.
 
     Raises:
-        MissingChoice: there is no choice and no data to tune on; the message says what to run.
+        MissingChoice: there is no choice and no data to tune on; the message has the command.
         TracingError: under `jax.vmap`, with a config that jax-triton would ignore, or without
             jax-triton.
         InvalidSetting: an alias between arrays of different shapes or dtypes; `kernel` or `grid` is
@@ -76,8 +76,8 @@ def triton_call(
         for name, value in named_arguments(resolved.fn.arg_names, args).items()
     }
     if by_reference:
-        places = None if in_place else resolved.fn.arg_names[len(args) :]
-        made = _by_reference(jax, jax_triton, operands, outputs, aliases, places, options)
+        pointer_names = None if in_place else resolved.fn.arg_names[len(args) :]
+        made = _by_reference(jax, jax_triton, operands, outputs, aliases, pointer_names, options)
     else:
         made = jax_triton.triton_call(
             *operands.values(), out_shape=outputs, input_output_aliases=aliases, **options
@@ -91,23 +91,23 @@ def _by_reference(
     operands: dict[str, Any],
     outputs: Sequence[Any],
     aliases: Mapping[int, int],
-    places: Sequence[str] | None,
+    pointer_names: Sequence[str] | None,
     options: dict[str, Any],
 ) -> list[Any]:
     """Call jax-triton 0.4, where an aliased output is a `Ref` that begins as the input.
 
     Args:
-        places: the names of the outputs' pointers; None if an aliased one has that of its input.
+        pointer_names: names of the outputs' pointers; None if aliased outputs use their inputs'.
     """
     inputs = [name for name, value in operands.items() if arrays.is_array(value)]
     references = {out: jax.new_ref(operands[inputs[source]]) for source, out in aliases.items()}
     if references and options.get("zeroed_outputs"):
         raise InvalidSetting("zeroed_outputs= cannot be passed with input_output_aliases=")
     for source, out in aliases.items():
-        if places is None:
+        if pointer_names is None:
             operands[inputs[source]] = references[out]
         else:
-            options[places[out]] = references[out]
+            options[pointer_names[out]] = references[out]
     types = [each for number, each in enumerate(outputs) if number not in references]
     made = iter(jax_triton.triton_call(*operands.values(), out_type=types, **options))
     return [
@@ -123,7 +123,7 @@ def _is_in_place(
     outputs: int,
     aliases: Mapping[int, int],
 ) -> bool:
-    """Whether the kernel has no pointers for aliased outputs but those of their inputs."""
+    """Whether the kernel has no pointers for aliased outputs except their inputs' pointers."""
     if not aliases:
         return False
     fn, _ = base_function(kernel)
@@ -132,7 +132,7 @@ def _is_in_place(
 
 
 def _contents(jax: Any, value: Any) -> Any:
-    """Return what a reference holds, and all else as it is."""
+    """Return the value of a reference; return any other object unchanged."""
     is_reference = isinstance(value, getattr(jax, "Ref", ())) and not arrays.is_traced(value)
     return value[...] if is_reference else value
 
@@ -219,12 +219,12 @@ def _device(args: Sequence[Any]) -> int | None:
     for value in args:
         devices = getattr(value, "devices", None)
         try:
-            found = next(iter(devices())) if callable(devices) else None
+            device = next(iter(devices())) if callable(devices) else None
         except Exception:  # a tracer has the method, and raises
             continue
-        if found is not None and found.platform in ("gpu", "cuda"):
-            index = getattr(found, "local_hardware_id", None)
-            return int(found.id if index is None else index)
+        if device is not None and device.platform in ("gpu", "cuda"):
+            index = getattr(device, "local_hardware_id", None)
+            return int(device.id if index is None else index)
     return None
 
 

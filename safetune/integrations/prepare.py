@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from safetune import triton_compile
+from safetune.both import backend
 from safetune.config import config_text
 from safetune.errors import CaptureError
 from safetune.frontend import observers
 from safetune.frontend.autotuner import Autotuner
 from safetune.frozen import dataclass
-from safetune.isolation import backend, measuring_child
+from safetune.isolation import measuring_child
 from safetune.launch import scratch_memory
 from safetune.launch.key_state import CapturedMiss
 from safetune.miss import background, reporting, resolve, under_capture
@@ -76,12 +77,12 @@ class PrepareReport:
 
 
 def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareReport:
-    """Call `fn(*args, **kwargs)` so that a capture of the same call does nothing but launch.
+    """Call `fn(*args, **kwargs)`, so that a capture of the same call only launches.
 
-    Every safetuned kernel that it launches, from any thread, is tuned if it has no choice,
-    compiled, loaded and run once; the mode `background` waits for its tunings here. `fn` is called
-    a second time only where a tuning was already under way, as its choice has to be loaded too.
-    Afterwards the device is idle and no tuning process holds memory of it.
+    Every tuned kernel that `fn` launches, from any thread, is tuned if it has no choice, compiled,
+    loaded and run once; background tunings are waited for. `fn` is called twice only if a tuning
+    was already running, to load its choice. Afterwards the device is idle and no tuning process
+    holds its memory.
 
     Raises:
         CaptureError: called under capture.
@@ -91,7 +92,7 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
         raise CaptureError(
             "safetune.prepare was called while a CUDA graph is being captured: call it before"
         )
-    begin, tunings = time.monotonic(), reporting.tunings_made()
+    begin, tunings = time.monotonic(), reporting.tunings.made
     observed, compilations = scratch_memory.observed(), triton_compile.compilations()
     launches = _Launches()
     with _one_at_a_time, resolve.waiting(), observed as sizes, compilations as compiled:
@@ -107,7 +108,7 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
     return PrepareReport(
         keys=tuple(launched.report() for launched in launches.seen.values()),
         # One that was under way may have failed, or found the choice of another process.
-        tunings=max(reporting.tunings_made() - tunings, 0),
+        tunings=max(reporting.tunings.made - tunings, 0),
         compiles=len(compiled),
         scratch_bytes=max(sizes, default=0),
         seconds=time.monotonic() - begin,
@@ -140,8 +141,7 @@ class _Launched:
     def count(self, hit: bool) -> None:
         self._launches += 1
         self._hits += hit
-        hits = self._tuner.states.hits
-        self._config = config_text(hits.get(self.state.key, self._tuner.best_config))
+        self._config = config_text(self.state.hit or self._tuner.best_config)
 
     def report(self) -> PreparedKey:
         return PreparedKey(

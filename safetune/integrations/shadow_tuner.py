@@ -17,14 +17,12 @@ from safetune import triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend.autotuner import Autotuner
 from safetune.frontend.decorator import take_over
-from safetune.integrations.install_report import kernel_name
+from safetune.integrations.install_report import LEFT, kernel_name
 from safetune.keys.lazy_key import logged
-from safetune.keys.tuning_key import triton_key
-from safetune.launch.call_shape import named_arguments
+from safetune.keys.left_kernels import is_left
+from safetune.settings import Settings
 
 if TYPE_CHECKING:
-    from triton.runtime.autotuner import Config
-
     from safetune.integrations.install_report import Installation
 
 #: The attribute of a tuner of Triton's that has its shadow; False for one that is left to Triton.
@@ -44,28 +42,23 @@ class Shadow:
     def __init__(self, kernel: Any, tuner: Any) -> None:
         self.tuner = tuner  # None where the kernel is left to Triton with these settings
         self.made_from = _settings(kernel)
-        #: Choices of the shadow tuner in the kernel's own cache, by Triton's key.
-        self.published: dict[Any, Config] = {}
+        if tuner is not None:
+            tuner.cache.update(kernel.cache)
+            kernel.cache = tuner.cache
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a tuner that was pickled gets another
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch, tuning first if need be, and leave on `kernel` what Triton's `run` leaves."""
+        if kernel.cache is not self.tuner.cache:  # the library has assigned another one
+            self.tuner.cache = kernel.cache
+            kernel.cache = self.tuner.cache
         launched = self.tuner.run(*args, **kwargs)
-        kernel.best_config = self.tuner.best_config
+        for name in ("best_config", "configs_timings", "bench_time"):
+            if name in vars(self.tuner):
+                setattr(kernel, name, getattr(self.tuner, name))
         return launched
-
-    def publish(self, kernel: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put the key's choice into the kernel's cache, as Triton would; not a fallback."""
-        tuner = self.tuner
-        choice = tuner.cache.get(tuner.shapes.of(args, kwargs).key(args, kwargs))
-        if choice is None:
-            return
-        self.published[key] = kernel.cache[key] = choice
-        for name in ("configs_timings", "bench_time"):
-            if hasattr(tuner, name):
-                setattr(kernel, name, getattr(tuner, name))
 
 
 def _settings(kernel: Any) -> tuple[Any, ...]:
@@ -73,31 +66,22 @@ def _settings(kernel: Any) -> tuple[Any, ...]:
 
 
 def reach(installation: Installation) -> None:
-    """Have every launch that comes to Triton's own `run` go to a shadow tuner."""
+    """Send every launch that reaches Triton's own `run` to a shadow tuner."""
     run, bench = TritonAutotuner.run, TritonAutotuner._bench
+    policies = {"run", "_bench"} & triton_internals.replaced_methods().keys()
 
     @functools.wraps(run)
     def reached_run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         shadow = None if isinstance(self, Autotuner) else shadow_of(installation, self)
-        if shadow is None:
+        if shadow is None or policies:
             return run(self, *args, **kwargs)
-        if len(self.configs) == 1:
-            return shadow.launch(self, args, kwargs)
-        named = named_arguments(self.arg_names, args, kwargs)
-        key = triton_key(self.keys, self.arg_names, named)
-        known = self.cache.get(key)
-        if known is not None and known is not shadow.published.get(key):  # the library's own
-            name = kernel_name(self)
-            installation.given[name] = installation.given.get(name, 0) + 1
-            return run(self, *args, **kwargs)
-        launched = shadow.launch(self, args, kwargs)
-        if self.cache.get(key) is not self.best_config:  # the first choice, or one by `sync`
-            shadow.publish(self, key, args, kwargs)
-        return launched
+        return shadow.launch(self, args, kwargs)
 
     @functools.wraps(bench)
     def noted_bench(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Autotuner):
+            if policies and (shadow := shadow_of(installation, self)) is not None:
+                return shadow.tuner._bench(*args, **kwargs)
             why = f"tuned in this process by {type(self).__name__}"
             installation.refused.setdefault(kernel_name(self), why)
         return bench(self, *args, **kwargs)
@@ -129,6 +113,9 @@ def shadow_of(installation: Installation, kernel: Any) -> Shadow | None:
 
 def _take_over(installation: Installation, kernel: Any) -> Any:
     """Return a tuner of safetune with a kernel's settings; None, with the reason in the report."""
+    if is_left(kernel.fn, Settings.current()):
+        installation.refuse(kernel, LEFT)
+        return None
     for part in _TUNING:
         own = part != "do_bench" and part in vars(kernel)
         if own or getattr(type(kernel), part) is not getattr(TritonAutotuner, part):

@@ -1,4 +1,4 @@
 """The processes that compile and measure, seen from the caller's process.
 
-In: jobs. Out: outcomes. A child imports only `protocol` and `backend` from here.
+In: jobs. Out: outcomes.
 """

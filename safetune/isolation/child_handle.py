@@ -14,8 +14,9 @@ import sys
 import time
 
 from safetune import forks, triton_internals
+from safetune.both import backend, protocol
+from safetune.both.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.errors import DeviceUnavailable, WorkerUnavailable
-from safetune.isolation import backend, protocol
 from safetune.isolation.fork_server import (
     ForkServer,
     Output,
@@ -23,7 +24,6 @@ from safetune.isolation.fork_server import (
     search_path,
     server,
 )
-from safetune.isolation.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.outcome import Outcome, Verdict
 
 #: How long a child may take to answer its first job, `Start` or `Prepare`.
@@ -200,7 +200,7 @@ class Child:
         return self.answer(timeout_s)
 
     def cut_output(self) -> None:
-        """Forget all but the end of what the child has printed, if it is much."""
+        """Drop all but the end of the child's output if it is long."""
         self._output.cut()
 
     def kill(self) -> int | None:

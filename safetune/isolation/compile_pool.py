@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safetune.both import protocol
+from safetune.both.protocol import Answer, Compile, Release
 from safetune.errors import WorkerUnavailable
-from safetune.isolation import protocol
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import COMPILER, plain_server, system_errors
-from safetune.isolation.protocol import Answer, Compile, Release
 from safetune.outcome import Binary, Outcome, Verdict
 
 _PURPOSE = "compiles"
@@ -41,7 +41,7 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Compiled:
-    """One config's compilation: its outcome and, if that is ok, what it has left."""
+    """One config's compilation: its outcome and, if that is ok, its results."""
 
     config: int
     outcome: Outcome
@@ -78,8 +78,6 @@ class CompilePool:
             the measuring child to have its own.
         memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
-        ahead: what later pools of this kernel need. Taken from its left while no config waits, and
-            put back if there is no time for it: what is compiled is in the disk cache.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class CompilePool:
         size: int | None = None,
         memory_bytes: int = 0,
         most_shared: int = 0,
-        ahead: deque[bytes] | None = None,
     ) -> None:
         cpus = usable_cpus()
         self._kernel = kernel
@@ -99,8 +96,6 @@ class CompilePool:
         self._most_shared = most_shared
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
-        self._ahead = deque[bytes]()  # `ahead`, once every config that is known waits
-        self._later = deque[bytes]() if ahead is None else ahead
         self._unfinished: set[int] = set()  # the configs without a result
         self._done: list[Compiled] = []  # results that no one has asked for yet
         self._slots: dict[int, _Slot] = {}
@@ -111,20 +106,13 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give up what is not compiled yet."""
-        self._ahead = deque()
+        """Abandon all pending compilations."""
         self._waiting.clear()
-        with contextlib.suppress(WorkerUnavailable):
-            while self._collect(wait_s=0.0):  # what was compiled ahead by now
-                pass
         while self._slots:
-            slot = self._slots.popitem()[1]
-            jobs = [job for job in slot.jobs if job is not None and job < 0]
-            self._later.extendleft(self._specs[job] for job in jobs)
-            slot.child.kill()
+            self._slots.popitem()[1].child.kill()
 
     def add(self, config: int, spec: bytes) -> None:
-        """Have a config compiled; raises `WorkerUnavailable` where no child can be started."""
+        """Queue a config for compilation; raises `WorkerUnavailable` if no child can be started."""
         self._specs[config] = spec
         self._waiting.append(config)
         self._unfinished.add(config)
@@ -139,16 +127,12 @@ class CompilePool:
             yield from done
 
     def work(self, wait_s: float = 0.0) -> None:
-        """Have the children work on, also ahead, and wait for one at most this long.
-
-        Raises as `add`.
-        """
-        self._ahead = self._later
+        """Keep the children busy, and wait at most this long for one; raises as `add`."""
         self._fill()
         self._collect(wait_s)
 
     def _fill(self) -> None:
-        while (self._waiting or self._ahead) and len(self._slots) < self._size:
+        while self._waiting and len(self._slots) < self._size:
             try:
                 self._start()
             except WorkerUnavailable:
@@ -170,18 +154,13 @@ class CompilePool:
         self._give(slot)
 
     def _feed(self, slot: _Slot) -> None:
-        while (self._waiting or self._ahead) and len(slot.jobs) < _DEPTH:
-            following = self._specs[self._waiting[0]] if self._waiting else self._ahead[0]
-            if slot.jobs and len(following) > _QUEUED_BYTES:
+        while self._waiting and len(slot.jobs) < _DEPTH:
+            if slot.jobs and len(self._specs[self._waiting[0]]) > _QUEUED_BYTES:
                 return
             self._give(slot)
 
     def _give(self, slot: _Slot) -> None:
-        if self._waiting:
-            config = self._waiting.popleft()
-        else:
-            config = -1 - len(self._specs)  # no config of this tuning has a number below 0
-            self._specs[config] = self._ahead.popleft()
+        config = self._waiting.popleft()
         if not slot.jobs:
             slot.deadline = time.monotonic() + self._timeout_s
         slot.jobs.append(config)
@@ -204,7 +183,7 @@ class CompilePool:
         now = time.monotonic()
         due = [fd for fd, slot in self._slots.items() if fd in ready or slot.deadline <= now]
         found = [compiled for fd in due if (compiled := self._advance(fd)) is not None]
-        self._done += [compiled for compiled in found if compiled.config >= 0]
+        self._done += found
         self._unfinished.difference_update(compiled.config for compiled in found)
         return bool(due)
 
@@ -233,8 +212,8 @@ class CompilePool:
                 idle.keep(_PURPOSE, slot.child, most=usable_cpus())
             else:
                 slot.child.kill()
-        if config is not None and outcome.killed and config not in self._killed and config >= 0:
-            self._killed.add(config)  # perhaps for want of memory: once more, after the others
+        if config is not None and outcome.killed and config not in self._killed:
+            self._killed.add(config)  # perhaps from outside: once more, after the others
             self._waiting.append(config)
         elif config is not None:
             return Compiled(config, outcome, answer.binary)
@@ -246,7 +225,7 @@ class CompilePool:
         return None
 
     def _outcome(self, outcome: Outcome) -> Outcome:
-        """Return the outcome of a child as that of the config which it was compiling."""
+        """Return a child's outcome as the outcome of the config that it was compiling."""
         if outcome.verdict is Verdict.TIMEOUT:
             message = f"not compiled within {self._timeout_s:g} s"
             return replace(outcome, verdict=Verdict.COMPILE_TIMEOUT, message=message)

@@ -1,6 +1,6 @@
 """The parent side of the fork server: started at the first miss, never before.
 
-What the server and its children print goes to files in memory, of which the end is kept.
+The output of the server and its children goes to files in memory; the end of it is kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from safetune import forks
+from safetune.both import protocol
 from safetune.errors import WorkerUnavailable, from_signal_handler
-from safetune.isolation import protocol
 
 #: A cold page cache makes the first import of torch and triton take several seconds.
 _START_S = 120.0
@@ -35,7 +35,7 @@ _TAIL_BYTES = 2000
 #: packages of an editable install.
 _HOOKED = ".__path_hook__"
 
-#: Variables by which a launcher passes a process its rank. A tuning child is not a rank of the job:
+#: Variables that give a process its rank. A tuning child is not a rank of the job:
 #: with these variables it could join the job's rendezvous.
 _RANK_VARIABLE = re.compile(
     r"^(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
@@ -75,7 +75,7 @@ class Output:
         return self._fd
 
     def mark(self) -> None:
-        """Count what is printed from here on as that of another job."""
+        """Count output from here on as another job's."""
         self.cut()
         self._begin, self._kept = os.fstat(self._fd).st_size, b""
 
@@ -171,7 +171,7 @@ class ForkServer:
             self._discard()
 
     def close(self) -> None:
-        """End the server for good: this process is ending, and no tuning may start another."""
+        """End the server permanently: this process is ending, and no tuning may start another."""
         self._closed = True
         self.stop()
 
@@ -274,7 +274,7 @@ class ForkServer:
         self._process = self._control = self._output = None
 
 
-#: What compiles imports Gluon, too. A child that finds all in Triton's disk cache needs neither.
+#: Compiling imports Gluon as well. A child that finds all in Triton's disk cache needs neither.
 COMPILER = "triton.compiler.code_generator"
 
 #: Importing torch takes longer than tuning a small kernel.
@@ -289,7 +289,7 @@ def start_servers(compiling: bool, with_torch: bool) -> None:
 
 
 def close_servers() -> None:
-    """End both servers for good, because this process is ending."""
+    """End both servers permanently, because this process is ending."""
     plain_server.close()
     server.close()
 
@@ -309,7 +309,7 @@ def child_environment() -> dict[str, str]:
 
 
 def search_path() -> list[str]:
-    """Return `sys.path` for another process: without what Python ignores there, and absolute."""
+    """Return `sys.path` for another process: absolute, without entries ignored there."""
     found = []
     for entry in sys.path:
         with contextlib.suppress(FileNotFoundError):  # the working directory has been deleted
@@ -341,7 +341,7 @@ def _python() -> str:
 
 
 def _import_options() -> list[str]:
-    """Return the options of this Python that decide what another one imports at its start."""
+    """Return this Python's options that affect the imports at another one's start."""
     flags = sys.flags
     options = {
         "-I": flags.isolated,
@@ -372,4 +372,4 @@ def system_errors() -> Iterator[None]:
     except OSError as error:
         if isinstance(error, (ConnectionError, TimeoutError)) or from_signal_handler(error):
             raise
-        raise WorkerUnavailable(f"the system refuses what tuning needs: {error}") from error
+        raise WorkerUnavailable(f"the system refused to start a process: {error}") from error

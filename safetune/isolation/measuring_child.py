@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from safetune import triton_internals
+from safetune.both import protocol
+from safetune.both.protocol import Answer, Budget, Prepare
 from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
-from safetune.isolation import child_handle, protocol
+from safetune.isolation import child_handle
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import COMPILER, plain_server, server
-from safetune.isolation.protocol import Answer, Budget, Prepare
 from safetune.messages import logger
 from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
 
@@ -97,14 +98,19 @@ class MeasuringChild:
         return answer.outcome, blob
 
     def measure(
-        self, config: int, budget: Budget | None, groups: Sequence[Group] | None = None
+        self,
+        config: int,
+        budget: Budget | None,
+        groups: Sequence[Group] | None = None,
+        limit_s: float | None = None,
     ) -> tuple[Outcome, OutputReport | None]:
         """Run one config and, with a budget, time it. Whatever it does, the result is an outcome.
 
         With `groups`, its result is compared with theirs, and an outcome that is ok has a report.
+        `limit_s` takes the place of `run_timeout_s`.
         """
         known = None if groups is None else tuple(groups)
-        answer, _ = self._ask(protocol.Measure(config, budget, known))
+        answer, _ = self._ask(protocol.Measure(config, budget, known), limit_s)
         outcome, report = answer.outcome, answer.report
         if not outcome.ok:
             return outcome, None
@@ -114,6 +120,10 @@ class MeasuringChild:
             message = "the answer to a measurement has no time or no report"
             return Outcome(Verdict.PROTOCOL_ERROR, message=message), None
         return outcome, report
+
+    def repeat(self, config: int, time_ms: float) -> Answer:
+        """Launch a config again for some time; see `protocol.Answer.varied`."""
+        return self._ask(protocol.Repeat(config, time_ms))[0]
 
     def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
         """Time configs one after the other; return those that succeeded before one did not.
@@ -163,20 +173,20 @@ class MeasuringChild:
             self._interrupted = reason
             child.interrupt()
 
-    def _ask(self, job: protocol.Specify | protocol.Measure) -> tuple[Answer, bytes]:
-        answer, blob = self._answered(job)
-        if answer.outcome.killed:  # perhaps for want of memory, which is free again
-            answer, blob = self._answered(job)
+    def _ask(self, job: protocol.OfCall, limit_s: float | None = None) -> tuple[Answer, bytes]:
+        answer, blob = self._answered(job, limit_s)
+        if answer.outcome.killed:  # perhaps from outside, or out of memory
+            answer, blob = self._answered(job, limit_s)
         if answer.torch:
             self.with_torch = True
             self.replace()
             raise TorchNeeded
         return answer, blob
 
-    def _answered(self, job: protocol.Job) -> tuple[Answer, bytes]:
+    def _answered(self, job: protocol.Job, limit_s: float | None) -> tuple[Answer, bytes]:
         child = self.wait()
         try:
-            answer, blob = child.ask(job, timeout_s=self._timeout_s)
+            answer, blob = child.ask(job, timeout_s=limit_s or self._timeout_s)
         except ChildFailed as failure:
             self._child = None
             self._check_interrupted()

@@ -1,4 +1,4 @@
-"""Which kernel arguments the Python functions around a kernel read.
+"""The kernel arguments that the Python functions around a kernel read.
 
 Heuristics, prune functions, performance models, hooks and launch metadata get the arguments as a
 dict or by name. A function that passes its whole dict on, or whose source is missing, reads
@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from safetune.keys.body_usage import Usage
-from safetune.keys.kernel_digest import base_function, heuristics_below, is_own, layers, option_of
+from safetune.keys.identity import base_function, heuristics_below, is_own, layers, option_of
+from safetune.keys.kernel_text import Usage
 from safetune.keys.run_order import parameter_lines
 from safetune.keys.source_text import (
     FRAME_READERS,
@@ -60,16 +60,16 @@ def usage_in_callbacks(
         ("launch_metadata", option_of(jit, "launch_metadata"), {"position": 2}),
         ("repr", option_of(jit, "repr"), specialisation),
     ]
-    found = Usage()
+    usage = Usage()
     if others := [type(layer).__name__ for layer in layers(kernel) if not is_own(layer)]:
-        found.everything = f"{others[0]}, whose `run` is not Triton's own"
+        usage.everything = f"{others[0]}, whose `run` is not Triton's own"
     heuristics = heuristics_below(kernel)
     for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
-        found.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
-    found.add(_usage_above(jit, below=len(heuristics)))
+        usage.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
+    usage.add(_usage_above(jit, below=len(heuristics)))
     for label, callback, arguments in callbacks:
-        found.add(usage_in_callback(label, callback, **arguments))
-    return found
+        usage.add(usage_in_callback(label, callback, **arguments))
+    return usage
 
 
 def usage_in_callback(
@@ -94,15 +94,15 @@ def usage_in_callback(
     if function is None or not nodes:
         return Usage(everything=f"{label}, whose source is missing")
     label = f"{label} ({Path(file_of(function)).name}:{{}})"
-    found = Usage()
+    usage = Usage()
     for node in nodes:
         skipped = bound
         if position is not None:
-            found.add(_usage_of_argument(label, node, bound + position, fields))
+            usage.add(_usage_of_argument(label, node, bound + position, fields))
             skipped += position + 1
         if by_name:
-            found.add(_usage_by_name(label, node, skipped))
-    return found
+            usage.add(_usage_by_name(label, node, skipped))
+    return usage
 
 
 def _usage_of_argument(
@@ -184,7 +184,7 @@ def set_above(kernel: Any) -> set[str]:
 
 
 def _usage_above(jit: Any, below: int) -> Usage:
-    """Return what the heuristics above the tuner read."""
+    """Return the names that the heuristics above the tuner read."""
     found = Usage()
     for value in _heuristics_above(jit, below):
         for function in value.values if isinstance(value, ast.Dict) else [value]:
@@ -213,7 +213,7 @@ def _heuristics_above(jit: Any, below: int) -> list[ast.expr]:
 
 
 def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Usage:
-    """Return what a function, or a dict of functions, in a decorator's text reads."""
+    """Return the names read by a function, or a dict of functions, in a decorator's text."""
     location = f"{Path(file_of(function)).name}:{{}}"
     if isinstance(value, ast.Lambda):
         return _usage_of_argument(f"{label} ({location})", value, 0)

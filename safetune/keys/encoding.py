@@ -1,7 +1,6 @@
-"""Values as JSON that keeps their types and is the same in every process.
+"""Plain data as the one JSON text that it has, its digest, and the names of dtypes.
 
-JSON itself distinguishes `1`, `true` and `1.0`. Values that it lacks are wrapped in a one-entry
-object: dtypes, tuples, non-finite floats, and, as a last resort, any other object by type and repr.
+What other values are as plain data, `identity` says.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +25,6 @@ _TRITON_DTYPES = {
     "fp8e5b16": "float8_e5m2fnuz",
     "int1": "bool",
 }
-
-#: The end of a default repr, which differs between processes.
-ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,10 +51,10 @@ def dtype_name(dtype: Any) -> str:
 
 
 def element_type(value: Any) -> Any:
-    """Return what a config may depend on of an argument's elements, as a dictionary can hold it.
+    """Return the properties of an argument's elements that a config may depend on, hashable.
 
-    The dtype of a tensor; of a tensor descriptor also the order in memory of its dimensions, and of
-    those of its tensor; the parts of a tuple with any of these; None for any other value.
+    The dtype of a tensor; for a tensor descriptor also the memory order of its dimensions and of
+    its tensor's dimensions; the parts of a tuple with any of these; None for any other value.
     """
     dtype = getattr(value, "dtype", None)
     if dtype is not None:
@@ -96,33 +91,6 @@ def is_dtype(value: Any) -> bool:
     """Whether `value` is a dtype object of torch, Triton or numpy (by class, importing none)."""
     cls = type(value)
     return cls.__name__ == "dtype" or any(base.__name__ == "dtype" for base in cls.__mro__)
-
-
-def encode(value: Any) -> Any:
-    """Return `value` as plain JSON data, with its type.
-
-    A tensor becomes its dtype alone: a choice may depend on the type of an argument's elements,
-    never on its address or contents.
-    """
-    if type(value) in (type(None), bool, int, str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, (tuple, list)):
-        return {"tuple": [encode(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if is_dtype(value):
-        return {"dtype": dtype_name(value)}
-    if isinstance(value, TensorType) or (hasattr(value, "data_ptr") and hasattr(value, "dtype")):
-        return {"tensor": dtype_name(value.dtype)}
-    if type(value).__name__ == "constexpr":
-        return encode(value.value)
-    if hasattr(value, "block_shape") and hasattr(value, "base"):
-        return {"descriptor": [encode(value.base), encode(value.block_shape)]}
-    cls = type(value)
-    text = ADDRESS.sub("", repr(value))
-    return {"object": f"{cls.__module__}.{cls.__qualname__}", "repr": text}
 
 
 def visible(text: str) -> str:

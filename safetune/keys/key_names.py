@@ -1,8 +1,8 @@
-"""Which key names a kernel reads, and which are dropped because nothing reads them.
+"""Classifies key names: a kernel reads them, or they are dropped because nothing reads them.
 
 Decided once per kernel, from the text of the kernel's package: no code is called, compiled or
-imported. Each new value of a name that nothing reads would tune and compile again. It can matter
-all the same, where it stands for another value; such a name is kept as far as launches show it.
+imported. Each new value of an unread name would tune and compile again. An unread name can still
+stand for another value; it is kept as far as launches show that.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from safetune import forks
+from safetune.both import backend
 from safetune.frozen import dataclass
-from safetune.isolation import backend
-from safetune.keys import kernel_digest
-from safetune.keys.body_usage import Usage, multiplies_matrices, usage_in_body
-from safetune.keys.kernel_digest import base_function, inner_heuristics, layers, option_of
+from safetune.keys.identity import (
+    base_function,
+    inner_heuristics,
+    is_own,
+    layers,
+    option_of,
+    whole_digest,
+)
+from safetune.keys.kernel_text import Usage, usage_in_body
 from safetune.keys.source_text import definition_line, file_of, source_lines
 from safetune.keys.text_facts import noted, package_state
-from safetune.keys.written_key import WrittenKey, check_kept
+from safetune.keys.written_key import WrittenKey
 from safetune.settings import PhantomPolicy
 from safetune.triton_internals import COMPILE_OPTIONS, CONFIG_OPTIONS
 
@@ -97,7 +103,6 @@ class KeyReport:
             lines.append("  the key is empty: every call shares one choice")
         if self.missing:
             lines.append(f"  read, and not in the key: {', '.join(self.missing)}")
-            lines.append('  key="auto" would add them')
         return "\n".join(lines)
 
 
@@ -132,14 +137,8 @@ def classes_of(
 
 def report_of(facts: KernelFacts, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
     """Return the class of each name in a key, and note nothing for later processes."""
-    if key.names is None:
-        names: Sequence[str] = facts.automatic_key()
-        check_kept(facts.kernel, key.keep, names)
-    else:  # checked where it was written
-        names = key.names
-    reports = facts.classify(names, [*key.keep, *key.kept], policy)
+    reports = facts.classify(key.names, [*key.keep, *key.kept], policy)
     reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
-    missing = () if key.names is None else facts.missing(names)
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
     # One choice for all calls is worse than tuning too often.
     kept_all = len(phantom) > 0 and all(report.kind in _DROPPED for report in reports)
@@ -153,7 +152,7 @@ def report_of(facts: KernelFacts, key: WrittenKey, policy: PhantomPolicy) -> Key
         kernel=facts.name,
         location=f"{facts.file}:{facts.line}",
         names=tuple(reports),
-        missing=missing,
+        missing=facts.missing(key.names),
         unread=tuple(phantom),
         pinned=() if kept_all or facts.options_by_launch else tuple(phantom),
         kept_all=kept_all,
@@ -176,18 +175,15 @@ class KernelFacts:
         self.file = file_of(function)
         self.line = definition_line(jit) or function.__code__.co_firstlineno
         self.parameters = inspect.signature(function).parameters
-        ordered = list(self.parameters)
-        skipped = option_of(jit, "do_not_specialize") or ()
-        self._unspecialized = {ordered[n] if isinstance(n, int) else n for n in skipped}
         in_configs = [config.kwargs for config in configs]
         self._set_below = set(inner_heuristics(kernel)).union(*in_configs)
         self._body = usage_in_body(kernel)
         self._configs, self._callbacks = configs, callbacks
 
-    def body_reads_all(self, names: Sequence[str] | None) -> bool:
+    def body_reads_all(self, names: Sequence[str]) -> bool:
         """Whether the body alone decides the classes: it reads all names."""
-        known = names is not None and all(name in self.parameters for name in names)
-        return known and all(self._body.reader_of(name) for name in names or ())
+        known = all(name in self.parameters for name in names)
+        return known and all(map(self._body.reader_of, names))
 
     def evidence(self) -> Any:
         """Return all that the classes rest on, as plain data; None where that is not sure."""
@@ -198,12 +194,8 @@ class KernelFacts:
         hooks += [self._callbacks.get("pre_hook"), self._callbacks.get("post_hook")]
         hooks += [option_of(jit, name) for name in ("launch_metadata", "repr")]
         hooks += [config.pre_hook for config in self._configs]
-        digest = kernel_digest.whole_digest(self.kernel, hooks)
-        if (
-            files is None
-            or digest is None
-            or not all(map(kernel_digest.is_own, layers(self.kernel)))
-        ):
+        digest = whole_digest(self.kernel, hooks)
+        if files is None or digest is None or not all(map(is_own, layers(self.kernel))):
             return None
         annotations = [[name, str(each.annotation)] for name, each in self.parameters.items()]
         text = source_lines(jit)[0]  # with the decorators above
@@ -269,7 +261,7 @@ class KernelFacts:
         return None
 
     def _by_launch(self, names: Sequence[str], unread: Sequence[str]) -> Iterator[NameReport]:
-        """Yield the classes of the names that nothing reads, by what launches pass for them."""
+        """Yield the classes of the names that nothing reads, by the values that launches pass."""
         from safetune.keys.launch_usage import LaunchArguments
 
         arguments = LaunchArguments(self.launches, list(self.parameters))
@@ -308,12 +300,9 @@ class KernelFacts:
 
     @forks.cached_property
     def _multiplies_matrices(self) -> bool:
-        return multiplies_matrices(self.kernel)
+        from safetune.keys.kernel_text import multiplies_matrices
 
-    def automatic_key(self) -> list[str]:
-        """Return every parameter that is read and that neither config nor heuristic sets."""
-        skipped = self._set | self._unspecialized
-        return [name for name in self.parameters if name not in skipped and self.reader_of(name)]
+        return multiplies_matrices(self.kernel)
 
     def _unset(self, names: Sequence[str]) -> list[str]:
         """Return the parameters that neither key nor config nor heuristic sets."""

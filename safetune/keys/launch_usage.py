@@ -1,12 +1,12 @@
-"""What the launches of a kernel say of its arguments, as far as their text shows it.
+"""The uses of a kernel's arguments in its launches, as far as their text shows them.
 
-A grid reads the entries of its dict, and every argument that is made of the same values as the
-grid. A key name that nothing reads decides which config is best where it stands for another value:
-for an argument that is read and that the key lacks, or for the size of a matrix product.
+A grid reads the entries of its dict, and every argument that is computed from the same values as
+the grid. An unread key name affects the best config if it stands for another value: for an argument
+that is read and that the key lacks, or for the size of a matrix product.
 
 A name is followed through assignments, and a parameter to the calls of its function in the module.
-`None` stands for a value that is not in the text: a parameter, a part of something unpacked. An
-import stands for itself.
+`None` stands for a value that is not in the text: a parameter, a part of something unpacked. A
+name that is imported stands for the statement.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from safetune.keys.body_usage import Usage
 from safetune.keys.callback_usage import usage_of_dict
+from safetune.keys.kernel_text import Usage
 from safetune.keys.launches import Launch, Scopes, walk_hosts
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
@@ -54,7 +54,7 @@ def usage_in_grids(launches: Sequence[Launch], arg_names: Sequence[str]) -> Usag
 
 
 def _usage_in_launch(label: str, launch: Launch, arg_names: Sequence[str]) -> Usage:
-    found = Usage()
+    usage = Usage()
     parts: set[str] = set()
     line = launch.grid.lineno
     for grid in _definitions(launch.grid, launch.scopes):
@@ -64,15 +64,15 @@ def _usage_in_launch(label: str, launch: Launch, arg_names: Sequence[str]) -> Us
         if isinstance(grid, (ast.Lambda, ast.FunctionDef)):
             scopes = (grid, *scopes)
             for parameter in [*grid.args.posonlyargs, *grid.args.args][:1]:
-                found.add(usage_of_dict(label, grid, parameter.arg))
+                usage.add(usage_of_dict(label, grid, parameter.arg))
         parts |= texts_of(grid, scopes, whole=True)
     for name in arg_names:
         if ast.dump(ast.Name(name, ast.Load())) in parts:
-            found.names.setdefault(name, label.format(line))
+            usage.names.setdefault(name, label.format(line))
     for name, value in bind(launch.call, arg_names) if launch.call else ():
         if texts_of(value, launch.scopes, whole=False) & parts:
-            found.names.setdefault(name, label.format(line))
-    return found
+            usage.names.setdefault(name, label.format(line))
+    return usage
 
 
 def _definitions(grid: ast.AST | None, scopes: Scopes, depth: int = 8) -> list[ast.AST | None]:
@@ -146,21 +146,21 @@ class LaunchArguments:
 
 def texts_of(expression: ast.AST | None, scopes: Scopes, whole: bool) -> set[str]:
     """Return the text of the values that equal `expression`; if `whole`, of its parts too."""
-    found: set[str] = set()
+    texts: set[str] = set()
     stack = [expression] if expression else []
     while stack:
         value = stack.pop()
         for node in walk(value) if whole else [value]:
-            if not isinstance(node, _VALUES) or (text := ast.dump(node)) in found:
+            if not isinstance(node, _VALUES) or (text := ast.dump(node)) in texts:
                 continue
-            found.add(text)
+            texts.add(text)
             if isinstance(node, ast.Call) and last_name(node.func) == "stride":
-                found.add(ast.dump(node.func))  # one stride tells how the others lie
+                texts.add(ast.dump(node.func))  # one stride tells how the others lie
             match node:
                 case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[index]):
-                    found.add(ast.dump(_size(owner, ast.unparse(index))))
+                    texts.add(ast.dump(_size(owner, ast.unparse(index))))
             stack += [value for value in followed(node, scopes) if isinstance(value, ast.expr)]
-    return found
+    return texts
 
 
 def sizes_in(expression: ast.AST, scopes: Scopes) -> list[ast.AST]:
@@ -169,18 +169,18 @@ def sizes_in(expression: ast.AST, scopes: Scopes) -> list[ast.AST]:
     Whatever is not seen to be something else may be a size: a parameter, a part of a shape, the
     result of a call.
     """
-    found: list[ast.AST] = []
+    sizes: list[ast.AST] = []
     pending, seen = [expression], {ast.dump(expression)}
     while pending:
         node = pending.pop()
         parts = _parts(node, scopes)
         if parts is None:
-            found.append(node)
+            sizes.append(node)
         for part in parts or ():
             if (text := ast.dump(part)) not in seen:
                 seen.add(text)
                 pending.append(part)
-    return found
+    return sizes
 
 
 def _parts(node: ast.AST, scopes: Scopes) -> list[ast.AST] | None:
@@ -216,38 +216,38 @@ def _parts(node: ast.AST, scopes: Scopes) -> list[ast.AST] | None:
 def _is_imported(node: ast.AST, scopes: Scopes) -> bool:
     """Whether an expression is a dotted name that begins with an imported one."""
     values = bindings(dotted(node).partition(".")[0], scopes)
-    return any(isinstance(value, ast.alias) for value in values)
+    return any(isinstance(value, (ast.Import, ast.ImportFrom)) for value in values)
 
 
 def followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
     """Return the values of a name, of a parameter where it is called, or of an object's field."""
-    known = _passed_and_set(scopes[-1])
+    passed_values = _passed_and_set(scopes[-1])
     match node:
         case ast.Name(id=name):
             functions = [scope.name for scope in scopes if isinstance(scope, ast.FunctionDef)]
-            passed = [known.get((function, name), []) for function in functions]
+            passed = [passed_values.get((function, name), []) for function in functions]
             return [*bindings(name, scopes), *itertools.chain.from_iterable(passed)]
         case ast.Attribute(value=ast.Name(), attr=field):
-            return known.get(("", field), [])
+            return passed_values.get(("", field), [])
     return []
 
 
 @functools.lru_cache(KEPT_TREES)
 def _passed_and_set(module: ast.AST) -> dict[tuple[str, str], list[ast.AST | None]]:
-    """Return what a module passes for (function, parameter), and what it sets for ("", field)."""
-    found: dict[tuple[str, str], list[ast.AST | None]] = {}
+    """Return a module's values for each (function, parameter), and for each ("", field)."""
+    values_by_name: dict[tuple[str, str], list[ast.AST | None]] = {}
     nodes = [*walk_hosts(module)]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for node in nodes:
         if isinstance(node, ast.Assign):
             fields = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
             for field in fields:
-                found.setdefault(("", field), []).append(node.value)
+                values_by_name.setdefault(("", field), []).append(node.value)
         elif isinstance(node, ast.Call) and (function := functions.get(last_name(node.func))):
             names = [name for name in parameters(function) if name not in ("self", "cls")]
             for name, value in bind(node, names):
-                found.setdefault((function.name, name), []).append(value)
-    return found
+                values_by_name.setdefault((function.name, name), []).append(value)
+    return values_by_name
 
 
 def bindings(name: str, scopes: Scopes) -> list[ast.AST | None]:
@@ -257,22 +257,24 @@ def bindings(name: str, scopes: Scopes) -> list[ast.AST | None]:
 
 @functools.lru_cache(maxsize=8 * KEPT_TREES)
 def _bound_in(scope: ast.AST) -> dict[str, list[ast.AST | None]]:
-    found: dict[str, list[ast.AST | None]] = {}
+    values_by_name: dict[str, list[ast.AST | None]] = {}
     stack: list[ast.AST] = []
     if isinstance(scope, _FUNCTIONS):
-        found = {node.arg: [None] for node in walk(scope.args) if isinstance(node, ast.arg)}
+        values_by_name = {
+            node.arg: [None] for node in walk(scope.args) if isinstance(node, ast.arg)
+        }
         stack = body_of(scope)
     elif isinstance(scope, ast.Module):
         stack = [*scope.body]
     while stack:
         node = stack.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.setdefault(node.name, []).append(node)
+            values_by_name.setdefault(node.name, []).append(node)
         elif not isinstance(node, (ast.Lambda, ast.ClassDef)):
             for name, value in _bound_by(node):
-                found.setdefault(name, []).append(value)
+                values_by_name.setdefault(name, []).append(value)
             stack.extend(children(node))
-    return found
+    return values_by_name
 
 
 def _bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
@@ -286,7 +288,7 @@ def _bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
             yield from _unpacked(node.target, None)
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             for alias in names:
-                yield (alias.asname or alias.name).partition(".")[0], alias
+                yield (alias.asname or alias.name).partition(".")[0], node
 
 
 def _unpacked(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, ast.AST | None]]:
@@ -304,7 +306,7 @@ def _unpacked(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, ast
 
 
 def _sizes(value: ast.AST | None, position: int, targets: Sequence[ast.AST]) -> list[ast.AST]:
-    """Return what one of several targets gets of a shape: `x.shape[0]`, and from the end."""
+    """Return the dimension that one of several targets receives: `x.shape[0]`, or from the end."""
     match value:
         case ast.Attribute(value=owner, attr="shape"):
             pass

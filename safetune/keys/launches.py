@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from safetune.frozen import dataclass
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from safetune.keys.run_order import bind
 from safetune.keys.source_text import (
     KEPT_TREES,
@@ -80,7 +80,7 @@ class Launch:
 
 
 def launches_of(kernel: Any) -> list[Launch]:
-    """Return the launches of a kernel, those of its own module first."""
+    """Return the launches of a kernel, its own module's first."""
     return [
         replace(launch, file=Path(file).name)
         for file, text, names in _texts(kernel)
@@ -114,7 +114,7 @@ def _texts(kernel: Any) -> Iterator[tuple[str, str, frozenset[str]]]:
 
 def _is_mentioned(text: str, names: Collection[str]) -> bool:
     """Whether a text does more with a kernel than to define it and to launch it by its name."""
-    # The name comes first: that is what the text is searched for.
+    # The name comes first: the text is searched for it.
     return any(re.search(rf"{n}(?<!\w{n})(?<!def {n})\b(?!\s*\[)", text) for n in names)
 
 
@@ -136,28 +136,30 @@ def _is_handed_on(text: str, names: Collection[str]) -> bool:
 @functools.lru_cache(KEPT_TREES)
 def _launches(text: str) -> tuple[Launch, ...]:
     """Every launch in a module: `k[grid](...)`, `k[grid]`, and calls with `grid=`."""
-    tree = parse(text)
-    return tuple(_find_launches(tree, (tree,)))
+    return tuple(_find_launches(parse(text)))
 
 
-def _find_launches(node: ast.AST, scopes: Scopes) -> Iterator[Launch]:
-    for child in children(node):
-        if _is_kernel(child):
+def _find_launches(tree: ast.AST) -> Iterator[Launch]:
+    pending: list[tuple[ast.AST, ast.AST, Scopes]] = [(tree, tree, ())]
+    while pending:  # an expression may have thousands of terms, one inside the other
+        node, above, scopes = pending.pop()
+        if _is_kernel(node):
             continue
-        if isinstance(child, ast.Call):
-            if isinstance(child.func, ast.Subscript):
-                yield Launch(child.func.value, child.func.slice, child, scopes)
-            for keyword in child.keywords:
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Subscript):
+                yield Launch(node.func.value, node.func.slice, node, scopes)
+            for keyword in node.keywords:
                 if keyword.arg == "grid":
-                    yield Launch(child, keyword.value, child, scopes)
-        elif isinstance(child, ast.Subscript) and child is not getattr(node, "func", None):
-            yield Launch(child.value, child.slice, None, scopes)
-        inner = (child, *scopes) if isinstance(child, (ast.FunctionDef, ast.Lambda)) else scopes
-        yield from _find_launches(child, inner)
+                    yield Launch(node, keyword.value, node, scopes)
+        elif isinstance(node, ast.Subscript) and node is not getattr(above, "func", None):
+            yield Launch(node.value, node.slice, None, scopes)
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.Lambda)):
+            scopes = (node, *scopes)
+        pending += [(child, node, scopes) for child in reversed(children(node))]
 
 
 def walk_hosts(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node as `walk` does, but for the kernels' text: it runs on the device."""
+    """Yield every node as `walk` does, except the kernels' text: it runs on the device."""
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -212,7 +214,7 @@ def _aliases(text: str, imported: frozenset[str]) -> set[str]:
 @functools.lru_cache(KEPT_TREES)
 def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
     """Return the values that a module assigns to names, except for results of a launch."""
-    found = []
+    assignments = []
     for node in walk_hosts(parse(text)):
         match node:
             case ast.Assign(targets=targets, value=value):
@@ -224,8 +226,10 @@ def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
             case _:
                 continue
         if not any(map(_is_launch, walk(value))):
-            found.append((value, [name for target in targets for name in _target_names(target)]))
-    return found
+            assignments.append(
+                (value, [name for target in targets for name in _target_names(target)])
+            )
+    return assignments
 
 
 def _is_launch(node: ast.AST) -> bool:
@@ -252,33 +256,35 @@ def importers(file: str, function: str) -> dict[Path, set[str]]:
     if package is None:
         return {}
     imports = _imports(package)
-    found, pending = {path: {function}}, [path]
+    names_by_file, pending = {path: {function}}, [path]
     while pending:
         exporter = pending.pop()
-        exported = found[exporter]
+        exported = names_by_file[exporter]
         for importer, name, alias in imports.get(_module(exporter, package), ()):
             names = {alias} if name in exported else exported if name in ("", "*") else set()
-            if not names <= found.setdefault(importer, set()):
-                found[importer] = found[importer] | names
+            if not names <= names_by_file.setdefault(importer, set()):
+                names_by_file[importer] = names_by_file[importer] | names
                 pending.append(importer)
-    return {importer: names for importer, names in found.items() if names and importer != path}
+    return {
+        importer: names for importer, names in names_by_file.items() if names and importer != path
+    }
 
 
 @functools.lru_cache(maxsize=8)
 def _imports(package: Path) -> Imports:
-    """Return what the files of a package import from each other."""
-    found: Imports = defaultdict(list)
+    """Return the imports between the files of a package."""
+    imports: Imports = defaultdict(list)
     for file in files_in(package):
         for module, imported, alias in _imported(file, package):
-            found[module].append((file, imported, alias))
+            imports[module].append((file, imported, alias))
             submodule = (*module, imported)
             if imported:
-                found[submodule].append((file, "", alias))
-    return dict(found)
+                imports[submodule].append((file, "", alias))
+    return dict(imports)
 
 
 def _imported(file: Path, package: Path) -> Iterator[tuple[Module, str, str]]:
-    """Yield (module, name, name in the file) for what a file imports from its own package."""
+    """Yield (module, name, name in the file) for a file's imports from its own package."""
     own = _module(file, package)
     around = own if file.name == "__init__.py" else own[:-1]
     for node in _import_statements(file, package.name):

@@ -1,8 +1,7 @@
-"""The key of one tuner, whose names are classified when something first needs them, and again when
-what their classes rest on has changed.
+"""The key of one tuner, whose names are classified at the first use and after relevant changes.
 
-Triton reads the text of a kernel, and finds what it calls, when it compiles; it reads heuristics
-and hooks at each launch. A program may have changed any of them since the names were classified.
+Triton reads the text of a kernel and resolves its callees when it compiles; it reads heuristics and
+hooks at each launch. A program may have changed any of them since the names were classified.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from types import CellType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from safetune import forks
 from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
-from safetune.keys.body_usage import calls_followed
-from safetune.keys.kernel_digest import base_function, is_own, layers
+from safetune.keys.identity import base_function, is_own, layers
+from safetune.keys.kernel_text import calls_followed
 from safetune.keys.key_names import KeyReport, classes_of
-from safetune.keys.written_key import WrittenKey, during, warn_at
+from safetune.keys.written_key import WrittenKey, during, of_a_library, warn_at
 from safetune.messages import logger
 from safetune.settings import PhantomPolicy
 
@@ -36,24 +34,12 @@ Fact = tuple[Callable[[Any], Any], Any, Any]
 _HOOKS = ("launch_metadata", "_repr", "kwargs")
 
 
-class Tuner(Protocol):
-    """What the classes are made from, as it is now, and what has to follow them."""
-
-    fn: Any
-    configs: Sequence[Any]
-    hooks: Any
-    prune_functions: tuple[Any, Any]
-
-    def key_changed(self, choices: bool) -> None:
-        """Forget every launch, and the choices if they are of another kernel or key."""
-
-
 class LazyKey:
     """A key as it was written, and the last report on its names, None before the first."""
 
     def __init__(self, written: WrittenKey, policy: PhantomPolicy) -> None:
         self.written = written
-        self.known: KeyReport | None = None
+        self.last_report: KeyReport | None = None
         self._policy = policy
         self._basis: Basis | None = None
         self._holds = False
@@ -63,8 +49,7 @@ class LazyKey:
     @property
     def may_be_an_error(self) -> bool:
         """Whether only the classes show a mistake in the decorator, which is raised there."""
-        written = self.written
-        return self._policy is PhantomPolicy.ERROR or (written.names is None and written.keep != ())
+        return self._policy is PhantomPolicy.ERROR
 
     def __copy__(self) -> LazyKey:
         made = object.__new__(type(self))
@@ -79,32 +64,32 @@ class LazyKey:
         self.__dict__.update(state, _context=contextvars.copy_context())
 
     def write(self, written: WrittenKey) -> None:
-        """Have another key from here on."""
+        """Replace the key."""
         self.written = written
         self.forget()
 
     def forget(self) -> None:
-        """Have the names classified again."""
+        """Classify the names again at the next use."""
         self._holds = False
 
-    def report(self, tuner: Tuner) -> KeyReport:
+    def report(self, tuner: Any) -> KeyReport:
         """Return the classes of the names; raises `PhantomKey`."""
-        known, basis = self.known, self._basis
-        if known is not None and self._holds and basis is not None and basis.holds():
-            return known
+        report, basis = self.last_report, self._basis
+        if report is not None and self._holds and basis is not None and basis.holds():
+            return report
         with _one_at_a_time:
             if self._basis is basis:
                 self._classify(tuner)
-            assert self.known is not None
-            return self.known
+            assert self.last_report is not None
+            return self.last_report
 
-    def basis(self, tuner: Tuner) -> Basis:
-        """Return what the classes rest on."""
+    def basis(self, tuner: Any) -> Basis:
+        """Return the facts that the classes depend on."""
         self.report(tuner)
         assert self._basis is not None
         return self._basis
 
-    def _classify(self, tuner: Tuner) -> None:
+    def _classify(self, tuner: Any) -> None:
         basis = basis_of(tuner.fn, tuner.configs)  # first, so that a change meanwhile is noticed
         hooks, (early, model) = tuner.hooks, tuner.prune_functions
         report = classes_of(
@@ -116,12 +101,12 @@ class LazyKey:
             pre_hook=hooks.pre_hook,
             post_hook=hooks.post_hook,
         )
-        before, known = self._basis, self.known
-        if known is None or known.unread != report.unread:
+        old_basis, old_report = self._basis, self.last_report
+        if old_report is None or old_report.unread != report.unread:
             self._context.copy().run(announce, tuner.fn, report, self._policy)
-        self.known, self._basis, self._holds = report, basis, True
-        if before is not None and known is not None:
-            tuner.key_changed(known.kept != report.kept or not before.is_of(tuner.fn))
+        self.last_report, self._basis, self._holds = report, basis, True
+        if old_basis is not None and old_report is not None:
+            tuner.key_changed(old_report.kept != report.kept or not old_basis.is_of(tuner.fn))
 
 
 @dataclass(frozen=True)
@@ -129,16 +114,16 @@ class Basis:
     """The objects that were read."""
 
     kernel: Any  # below the tuner
-    text: tuple[Fact, ...]  # of the kernel and of what it calls, and which names find that
-    heuristics: tuple[Fact, ...]  # below the tuner, and what is below each
-    hooks: tuple[Fact, ...]  # those of the configs and of the kernel
+    text: tuple[Fact, ...]  # of the kernel and its callees, with the names that resolve to them
+    heuristics: tuple[Fact, ...]  # below the tuner, each with the layer below it
+    hooks: tuple[Fact, ...]  # of the configs and of the kernel
 
     def holds(self) -> bool:
-        """Whether all of them are what they were."""
+        """Whether none of them has changed."""
         return self.is_of(self.kernel) and _hold(self.hooks)
 
     def is_of(self, kernel: Any) -> bool:
-        """Whether this is the kernel, and all that decides what it computes is what it was."""
+        """Whether this is the kernel and nothing that affects its result has changed."""
         return kernel is self.kernel and _hold(self.text) and _hold(self.heuristics)
 
 
@@ -151,7 +136,7 @@ def _hold(facts: tuple[Fact, ...]) -> bool:
 
 
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
-    """Return what the classes of a kernel's key names rest on now."""
+    """Return the facts that the classes of a kernel's key names depend on now."""
     jit, _ = base_function(kernel)
     text = [_attribute(jit, "_src")]
     for caller, name, callee in calls_followed(kernel):
@@ -181,7 +166,7 @@ def _attribute(owner: Any, name: str) -> Fact:
 
 
 def _lookups(caller: FunctionType, name: str) -> Iterator[Fact]:
-    """Yield how a function finds what a dotted name stands for."""
+    """Yield the steps by which a function resolves a dotted name."""
     first, *attributes = name.split(".")
     if first in caller.__code__.co_freevars:
         cell = (caller.__closure__ or ())[caller.__code__.co_freevars.index(first)]
@@ -215,10 +200,9 @@ def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
     if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
         raise PhantomKey(f"{report.location}: {_phantom_text(report)}")
     if report.missing:
-        text = '%s: %s reads %s, which neither its key nor its configs set; key="auto" would tune '
-        missing = ", ".join(report.missing)
-        logger.info(text + "each value on its own", report.location, report.kernel, missing)
-    if report.unread and _logged.get():
+        text = "%s: %s reads %s, which neither its key nor its configs set"
+        logger.info(text, report.location, report.kernel, ", ".join(report.missing))
+    if report.unread and of_a_library.get():
         logger.info("%s: %s", report.location, _phantom_text(report))
     elif report.unread:
         warn_at(kernel, _phantom_text(report))
@@ -236,6 +220,5 @@ def _phantom_text(report: KeyReport) -> str:
     return f"{str(phantom)[1:-1].rstrip(',')} in key= of {report.kernel} {are} never read{action}"
 
 
-#: Logs instead of warning: a user who runs a library unmodified cannot change its keys.
-_logged: ContextVar[bool] = ContextVar("safetune_keys_are_logged", default=False)
-logged = functools.partial(during, _logged)
+#: Logs instead of warning.
+logged = functools.partial(during, of_a_library)

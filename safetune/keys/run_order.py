@@ -1,7 +1,6 @@
-"""The order in which the text of a function runs: what it reads before it is bound, and how it uses
-its parameters.
+"""The run order of a function's text: names read before they are bound, and uses of parameters.
 
-A process whose kernels earlier ones have read does not import this module (see `text_facts`).
+A process does not import this module if earlier processes have read its kernels (`text_facts`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from safetune.keys.source_text import (
 
 
 class RunOrder:
-    """Visits the names of a function in the order in which they are read and bound."""
+    """Visits the names of a function in the order of their reads and bindings."""
 
     #: The nodes whose parts are not just visited one after the other.
     SPECIAL: ClassVar[frozenset[type]] = frozenset(
@@ -138,7 +137,7 @@ def parameter_lines(node: FunctionNode) -> dict[str, int]:
 
 
 def uses_of(node: FunctionNode) -> list[Use]:
-    """Return how a function uses its parameters, in the order in which its text runs."""
+    """Return a function's uses of its parameters, in the order of its text."""
     visitor = _ParameterUse(node)
     visitor.visit_all(body_of(node))
     return visitor.uses
@@ -222,7 +221,7 @@ class _ParameterUse(RunOrder):
         self.bound = in_body & in_else
 
     def _visit_uncertain(self, node: Any) -> None:
-        """A loop carries what it assigns; so may anything else that may run never or twice."""
+        """A loop carries its assignments; so may anything else that may run never or twice."""
         last = node.end_lineno or node.lineno
         self._read((name for n, name in self._stores if node.lineno <= n <= last), node.lineno)
         before = self.bound

@@ -17,6 +17,7 @@ import sysconfig
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tokenize import TokenError
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,8 +43,8 @@ FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 _PARSE_ATTEMPTS = 10
 
-#: A module's kernels are decorated one after the other; trees kept for longer are what every
-#: garbage collection walks through (measured with FLA's 142 kernels: 1.3 s when the process ends).
+#: A module's kernels are decorated one after the other. Every garbage collection walks through
+#: trees that are kept longer (measured with FLA's 142 kernels: 1.3 s when the process ends).
 KEPT_TREES = 8
 
 #: Fields of nodes that have none below them that is looked for: names, operators, contexts.
@@ -63,12 +64,15 @@ class _Fields(dict[type, tuple[str, ...]]):
 
 _FIELDS = _Fields()
 
+#: What reading a text or its tree may raise; the last two where it is too deep.
+UNREADABLE = (SyntaxError, TokenError, ValueError, RecursionError, MemoryError)
+
 #: The value of a name that is not bound.
 MISSING: Any = object()
 
 
 class Use(NamedTuple):
-    """One use of a parameter: it is read, or passed to what `callee` names, at `slot`."""
+    """One use of a parameter: a read, or an argument `slot` of the function that `callee` names."""
 
     parameter: str
     line: int
@@ -79,14 +83,14 @@ class Use(NamedTuple):
 @functools.cache
 def package_of(folder: Path) -> Path | None:
     """Return the outermost package around a folder."""
-    found, without = None, 0
+    package, without = None, 0
     while without <= _NAMESPACE_FOLDERS and folder.name.isidentifier():
         if (folder / "__init__.py").is_file():
-            found, without = folder, 0
+            package, without = folder, 0
         else:
             without += 1
         folder = folder.parent
-    return found
+    return package
 
 
 def files_in(package: Path) -> Iterator[Path]:
@@ -193,10 +197,10 @@ class Scope:
 
 
 def is_foreign(defined: ModuleType | FunctionType) -> bool:
-    """Whether a module, or what defines a function, is Python's or the toolchain's own.
+    """Whether a module, or a function's module, belongs to Python or the toolchain.
 
-    The user's code is part of a kernel's identity by its text; theirs by its name, as its text
-    differs between versions. The file tells: a user's module may be named `profile.py`, too.
+    The user's code is part of a kernel's identity by its text, foreign code by its name, because
+    its text differs between versions. The file decides: a user's module may be named `profile.py`.
     """
     if isinstance(defined, ModuleType):
         name, file = defined.__name__, getattr(defined, "__file__", None)
@@ -209,11 +213,16 @@ def is_foreign(defined: ModuleType | FunctionType) -> bool:
     return bool(file) and _is_installed(name.partition(".")[0], str(file))
 
 
+def is_heap_class(cls: type) -> bool:
+    """Whether a class is not built into the interpreter, as one that is written in Python."""
+    return bool(cls.__flags__ & _HEAP_TYPE)
+
+
 def is_foreign_class(cls: type) -> bool:
     """Whether a class is one of Python or of the toolchain."""
     module = sys.modules.get(cls.__module__)
     if module is builtins:  # also the module of a class that `exec` made without `__name__`
-        return not cls.__flags__ & _HEAP_TYPE
+        return not is_heap_class(cls)
     return module is not None and is_foreign(module)
 
 
@@ -239,17 +248,19 @@ def _standard_library() -> tuple[str, ...]:
 
 
 def segment(text: str, node: FunctionNode) -> str:
-    """Return the text of a function in a file's text, dedented, without its decorators."""
-    if isinstance(node, ast.Lambda):
-        return ast.get_source_segment(text, node) or ""
-    return textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+    """Return the text of a function in a file's text, from `def` or `lambda` on."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    found = [line.encode() for line in lines[node.lineno - 1 : node.end_lineno]]
+    found[-1] = found[-1][: node.end_col_offset]
+    found[0] = found[0][node.col_offset :]
+    return b"\n".join(found).decode()
 
 
 def parse(text: str) -> ast.Module:
     """Return the tree of `text`; an empty one where it is not Python."""
     try:
         return tree_of(text)
-    except (SyntaxError, ValueError):
+    except UNREADABLE:
         return ast.Module([], [])
 
 
@@ -274,25 +285,25 @@ def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
     code = function.__code__
     names, *stars = inspect.getargs(code)
     expected = (*names, *filter(None, stars))
-    found = tuple(
+    nodes = tuple(
         node
         for node in _functions_by_line(file_text(function)).get(code.co_firstlineno, ())
         if getattr(node, "name", "<lambda>") == code.co_name and parameters(node) == expected
     )
-    if len(found) > 1:
-        return tuple(node for node in found if compiles_to(node, code)) or found
-    return found
+    if len(nodes) > 1:
+        return tuple(node for node in nodes if compiles_to(node, code)) or nodes
+    return nodes
 
 
 @functools.lru_cache(KEPT_TREES)
 def _functions_by_line(text: str) -> dict[int, list[FunctionNode]]:
-    found: dict[int, list[FunctionNode]] = {}
+    functions: dict[int, list[FunctionNode]] = {}
     for node in walk(parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-            found.setdefault(first, []).append(node)
-    return found
+            functions.setdefault(first, []).append(node)
+    return functions
 
 
 def parameters(node: FunctionNode) -> tuple[str, ...]:
@@ -302,19 +313,25 @@ def parameters(node: FunctionNode) -> tuple[str, ...]:
     return tuple(arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs, *stars])
 
 
+def undecorated(node: FunctionNode) -> FunctionNode:
+    """Return the tree of a function without its decorators."""
+    if isinstance(node, ast.Lambda):
+        return node
+    inner = copy.copy(node)
+    inner.decorator_list = []
+    return inner
+
+
 def compiles_to(node: FunctionNode, code: CodeType) -> bool:
     """Whether `node` is the text of this code: another text may stand in the file by now."""
-    inner: Any = node
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        inner = copy.copy(node)
-        inner.decorator_list = []
+    inner: Any = undecorated(node)
     statement = ast.Expr(inner) if isinstance(inner, ast.Lambda) else inner
     outer = ast.parse(f"def outer({', '.join(code.co_freevars)}): pass")
     outer.body[0].body = [ast.copy_location(statement, node)]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
     try:
         module = compile(outer, "", "exec", flags, dont_inherit=True)
-    except (SyntaxError, ValueError):  # `nonlocal`, and other names that need the whole file
+    except UNREADABLE:  # `nonlocal`, and other names that need the whole file
         return False
     (around,) = (const for const in module.co_consts if isinstance(const, CodeType))
     record = code_record(code)
@@ -354,27 +371,27 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
 
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes right below one, in the order of its fields; operators are left out."""
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     for field in _FIELDS[node.__class__]:
         value = getattr(node, field, None)
         if value.__class__ is list:
-            found += [item for item in value if isinstance(item, ast.AST)]
+            nodes += [item for item in value if isinstance(item, ast.AST)]
         elif isinstance(value, ast.AST):
-            found.append(value)
-    return found
+            nodes.append(value)
+    return nodes
 
 
 def stores(tree: ast.AST) -> list[tuple[int, str]]:
     """Return (line, name) for everything that is bound anywhere in `tree`."""
-    found: list[tuple[int, str]] = []
+    bound_names: list[tuple[int, str]] = []
     for node in walk(tree):
         if isinstance(node, ast.Name):
             if not isinstance(node.ctx, ast.Load):
-                found.append((node.lineno, node.id))
+                bound_names.append((node.lineno, node.id))
         elif isinstance(node, ast.arg):
-            found.append((node.lineno, node.arg))
+            bound_names.append((node.lineno, node.arg))
         elif isinstance(node, ast.alias):
-            found.append((node.lineno, (node.asname or node.name).partition(".")[0]))
+            bound_names.append((node.lineno, (node.asname or node.name).partition(".")[0]))
         elif name := getattr(node, "name", None):  # a function, a class, a pattern or an exception
-            found.append((node.lineno, name))  # type: ignore[attr-defined]
-    return found
+            bound_names.append((node.lineno, name))  # type: ignore[attr-defined]
+    return bound_names

@@ -1,7 +1,7 @@
-"""What the text of a function says of its names, without reading it a second time.
+"""The facts of a function's text about its names, read once and noted.
 
-A text is read as a tree (`run_order`) where no earlier process has read the same one. What it says
-is noted beside the kernels that Triton has compiled.
+A text is parsed (`run_order`) only if no earlier process has parsed the same one. The facts are
+noted beside the kernels that Triton has compiled.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from safetune.errors import from_signal_handler
 from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.keys.source_text import (
+    UNREADABLE,
     Use,
     code_record,
     compiles_to,
@@ -35,10 +35,11 @@ from safetune.keys.source_text import (
     segment,
     source_of,
     tree_of,
+    undecorated,
 )
 from safetune.settings import Mode, Settings
 
-#: Whether what a text says is looked for in notes and noted.
+#: Whether facts of texts are read from notes and noted.
 _noting: ContextVar[bool] = ContextVar("safetune_texts_are_noted", default=True)
 
 #: Seconds after which another change of a file has another time, on every file system.
@@ -47,54 +48,66 @@ _SETTLED_S = 3.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a function's text says."""
+    """The facts of a function's text."""
 
+    text: str  # without comments and the like, see `canonical_text`
     names: tuple[str, ...]  # the dotted names that it reads and does not bind, sorted
-    #: How it uses its parameters, in the order in which it runs; None where it is not the text of a
-    #: `def`.
+    #: The uses of its parameters, in run order; None if it is not the text of a `def`.
     uses: tuple[Use, ...] | None
 
 
 @functools.lru_cache(maxsize=4096)
 def facts_of(text: str) -> Facts:
-    """Return what the text of one function, or of a lambda, says; raises `SyntaxError`."""
-    names, uses = noted("function", text, lambda: _read(text))
-    return Facts(tuple(names), None if uses is None else tuple(Use(*use) for use in uses))
+    """Return the facts of one function's text, from `def` on; raises `UNREADABLE`."""
+    canonical, names, uses = noted("function", text, lambda: _read(text))
+    return Facts(canonical, tuple(names), None if uses is None else tuple(Use(*u) for u in uses))
 
 
 def _read(text: str) -> list[Any]:
     from safetune.keys import run_order
+    from safetune.keys.canonical_text import canonical
 
-    tree = tree_of(f"({text})" if text.startswith("lambda") else text)
+    tree = tree_of(text)
     names = sorted({dotted(node) for node in run_order.free_names(tree)})
     match tree.body:
         case [ast.FunctionDef() as function]:
-            return [names, run_order.uses_of(function)]
-    return [names, None]
+            return [canonical(text), names, run_order.uses_of(function)]
+    return [canonical(text), names, None]
 
 
-def text_of(jit: Any, function: FunctionType) -> str | None:
-    """Return a function's text; None where it is missing, or is of other code by now."""
-    if jit is not function and not hasattr(function, "__wrapped__"):
-        return source_of(jit)
+def facts_of_function(jit: Any, function: FunctionType) -> Facts | None:
+    """Return the facts of a function's text; None if it is missing, unreadable or out of date."""
     code = function.__code__
+    if jit is not function and not hasattr(function, "__wrapped__") and (text := source_of(jit)):
+        with contextlib.suppress(*UNREADABLE):
+            return facts_of(text)
     place = [code.co_name, code.co_firstlineno, code.co_flags, *inspect.getargs(code)]
     file = _file_digest(file_text(function))
-    text: str | None = noted(
-        "text", [file, place, code_record(code)], lambda: _found_text(function)
-    )
-    return text
+    try:
+        found = noted("text", [file, place, code_record(code)], lambda: _in_its_file(function))
+    except UNREADABLE:
+        return None
+    return None if found is None else Facts(found[0], tuple(found[1]), None)
+
+
+def _in_its_file(function: FunctionType) -> list[Any] | None:
+    """Read a function where it stands in its file, whatever its lines begin with.
+
+    Lambdas on one line that cannot be told apart have one text, where it is the same.
+    """
+    from safetune.keys import run_order
+    from safetune.keys.canonical_text import canonical
+
+    text = file_text(function)
+    found = [node for node in nodes_of(function) if compiles_to(node, function.__code__)]
+    names = {dotted(name) for node in found for name in run_order.free_names(undecorated(node))}
+    texts = sorted({canonical(segment(text, node)) for node in found})
+    return ["\n".join(texts), sorted(names)] if found else None
 
 
 @functools.lru_cache(maxsize=64)
 def _file_digest(text: str) -> str:
     return encoding.digest(text)
-
-
-def _found_text(function: FunctionType) -> str | None:
-    text = file_text(function)
-    found = [node for node in nodes_of(function) if compiles_to(node, function.__code__)]
-    return "\n".join(segment(text, node) for node in found) if found else None
 
 
 def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
@@ -115,16 +128,13 @@ def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
             checksum, _, text = Path(file).read_text(encoding="utf-8").partition("\n")
             if checksum == encoding.digest(text):
                 return json.loads(text)
-    found = find()
+    facts = find()
     if Settings.current().mode is not Mode.FROZEN:
-        text = encoding.dumps(found)
-        try:
+        text = encoding.dumps(facts)
+        with contextlib.suppress(OSError, RuntimeError):
             note = f"{encoding.digest(text)}\n{text}"
             get_cache_manager(key).put(note, kind, binary=False)
-        except (OSError, RuntimeError) as error:
-            if from_signal_handler(error):
-                raise
-    return found
+    return facts
 
 
 @contextlib.contextmanager
@@ -139,7 +149,7 @@ def without_notes() -> Iterator[None]:
 
 @functools.cache
 def _reader() -> list[Any] | None:
-    """What a note depends on beside what it rests on: the code that makes it."""
+    """The code that makes a note: notes depend on it as well."""
     import triton
 
     files = files_state(sorted(Path(__file__).parent.glob("*.py")))
@@ -147,12 +157,12 @@ def _reader() -> list[Any] | None:
 
 
 def files_state(files: Iterable[Path]) -> list[Any] | None:
-    """Return what changes with the content of any of these files; None where that is not sure.
+    """Return a state that changes with the content of any of these files; None if it is uncertain.
 
-    The time of a file's last change can be set to any value, but not that of its inode. A file that
+    A file's modification time can be set to any value, its inode's change time cannot. A file that
     was changed a moment ago may change again within the resolution of its file system's clock.
     """
-    found = []
+    states = []
     for file in files:
         try:
             state = file.stat()
@@ -160,8 +170,10 @@ def files_state(files: Iterable[Path]) -> list[Any] | None:
             return None
         if max(state.st_mtime, state.st_ctime) > time.time() - _SETTLED_S:
             return None
-        found.append([str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino])
-    return found
+        states.append(
+            [str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+        )
+    return states
 
 
 def package_state(file: str) -> list[Any] | None:
@@ -181,9 +193,9 @@ def _state_of_all(package: Path) -> str | None:
 
 
 def triton_hash(compute: Callable[[], str]) -> str:
-    """Return `compute()`, Triton's hash of its own files, or what it was for the same files.
+    """Return `compute()`, Triton's hash of its own files, or the noted result for the same files.
 
-    Triton reads 400 MB for it in each process, before it finds a compiled kernel.
+    Triton reads 400 MB for it in each process before it finds a compiled kernel.
     """
     import triton
 

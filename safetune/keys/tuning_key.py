@@ -2,20 +2,29 @@
 
 Its parts are the kernel, the call's values, dtypes and options, the device and the toolchain. The
 device is first asked for at the first miss: `import safetune` touches no GPU.
+
+`tuner.cache` shows the keys of Triton's tuner: the value of each name in `key=`, then the dtype of
+each tensor. Here a name may be dropped, or stand in the key by its bucket, so several of Triton's
+keys mean one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetune import forks, triton_internals
+from safetune.both import backend
 from safetune.errors import BackendError, InvalidSetting, NoDevice
 from safetune.frozen import dataclass
-from safetune.isolation import backend
 from safetune.keys import encoding
+from safetune.keys.identity import KernelIdentity, code_of, encode
+
+if TYPE_CHECKING:
+    from safetune.settings import MeasurePolicy
 
 #: The device, back end and target of kernels in Triton's interpreter.
 INTERPRETER = "interpreter"
@@ -40,17 +49,17 @@ class Bucket:
         while type(value).__name__ == "constexpr":
             value = value.value
         try:
-            found = self.function(value)
+            bucket = self.function(value)
         except Exception as error:
             raise InvalidSetting(
                 f"key of {self.kernel}: the function for {self.name!r} raised "
                 f"{type(error).__name__} for {value!r:.80}: {error}"
             ) from error
-        if type(found) in _PLAIN or encoding.is_dtype(found):
-            return found
+        if type(bucket) in _PLAIN or encoding.is_dtype(bucket):
+            return bucket
         raise InvalidSetting(
-            f"key of {self.kernel}: the function for {self.name!r} returned {found!r:.80}, a "
-            f"{type(found).__name__}, for {value!r:.80}; return an int, bool, str, float or dtype"
+            f"key of {self.kernel}: the function for {self.name!r} returned {bucket!r:.80}, a "
+            f"{type(bucket).__name__}, for {value!r:.80}; return an int, bool, str, float or dtype"
         )
 
 
@@ -66,17 +75,6 @@ def value_in_key(key_names: Sequence[str], name: str, value: Any) -> Any:
     """Return what stands in the key for an argument: its bucket, if the name has one."""
     bucket = getattr(key_names, "buckets", {}).get(name)
     return value if bucket is None else bucket(value)
-
-
-@dataclass(frozen=True)
-class KernelIdentity:
-    """A kernel, by what it computes; `source`, `file` and `line` are for people."""
-
-    name: str
-    digest: str  # over the sources of the kernel and of everything it calls or reads
-    source: str = ""
-    file: str = ""
-    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,14 @@ class TuningKey:
     """One thing to tune."""
 
     kernel: KernelIdentity
-    #: (name, encoded value or bucket) for each kept key name, in the key's order.
+    #: (name, encoded value or bucket) for each kept key name, in the key's order; then the
+    #: functions that the call passes as other arguments.
     values: tuple[tuple[str, Any], ...]
     #: (name, dtype name) for each argument that has a dtype, in the kernel's order; for a tensor
     #: descriptor with the order of its dimensions.
     dtypes: tuple[tuple[str, str], ...]
-    #: (name, encoded value) for launch options that the caller passes, e.g. num_warps.
+    #: (name, encoded value) for launch options that the caller passes, e.g. num_warps, and for the
+    #: policy `measure`, where it is given.
     options: tuple[tuple[str, Any], ...]
     device: Device
     toolchain: Toolchain
@@ -169,6 +169,7 @@ def tuning_key(
     arg_names: Sequence[str],
     arguments: Mapping[str, Any],
     index: int,
+    measure: MeasurePolicy | None = None,
 ) -> TuningKey:
     """Return the key of a call. No other code makes one, so every caller finds the same choice.
 
@@ -176,48 +177,37 @@ def tuning_key(
         key_names: the names in `key` that are kept.
         arguments: the call's arguments and launch options by name, without grid and warmup.
         index: the device's index in this process; -1 in Triton's interpreter.
+        measure: the policy for short kernels, if one was given.
 
     Raises `NoDevice` where Triton finds no GPU.
     """
     device, toolchain = interpreter() if index < 0 else detect(index)
+    values = [
+        (name, encode(value_in_key(key_names, name, arguments[name]), of_call=True))
+        for name in key_names
+        if name in arguments
+    ]
+    passed = [(n, code_of(arguments.get(n))) for n in arg_names if n not in key_names]
+    policy = () if measure is None else (("measure", measure.value),)
     return TuningKey(
         kernel=kernel,
-        values=tuple(
-            (name, encoding.encode(value_in_key(key_names, name, arguments[name])))
-            for name in key_names
-            if name in arguments
-        ),
+        values=(*values, *((name, code) for name, code in passed if code is not None)),
         dtypes=tuple(
             (name, encoding.type_name(kind))
             for name in arg_names
             if (kind := encoding.element_type(arguments.get(name))) is not None
         ),
-        options=tuple(
-            (name, encoding.encode(value))
-            for name, value in sorted(arguments.items())
-            if name not in arg_names
+        options=(
+            *(
+                (name, encode(value, of_call=True))
+                for name, value in sorted(arguments.items())
+                if name not in arg_names
+            ),
+            *policy,
         ),
         device=device,
         toolchain=toolchain,
     )
-
-
-def triton_key(
-    key_names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Return what Triton's tuner keeps a call's config under: the key's values, then the dtypes."""
-    known = {name: value for name, value in arguments.items() if name in arg_names}
-    dtypes = [str(value.dtype) for value in known.values() if hasattr(value, "dtype")]
-    values = (value_in_key(key_names, name, known[name]) for name in key_names if name in known)
-    return (*values, *dtypes)
-
-
-def readable_key(
-    key_names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Return Triton's key for a reader: a tensor in it as its dtype, so that none is kept alive."""
-    key = triton_key(key_names, arg_names, arguments)
-    return tuple(str(part.dtype) if hasattr(part, "dtype") else part for part in key)
 
 
 def describe_call(call: Mapping[str, Any]) -> str:
@@ -240,16 +230,20 @@ def key_digest(
 ) -> str:
     """Return the identity of a key in the store, from its parts as plain data.
 
-    A file of choices holds the parts, so that no key in it can be other than what it says.
+    A file of choices holds the parts instead, so that it cannot name a false identity.
     """
     return encoding.digest([kernel_name, kernel_digest, call, device, toolchain])
 
 
+#: What encoded functions, classes and objects have their name under, beside their digest.
+_NAMED = ("function", "class", "object")
+
+
 def readable(value: Any) -> Any:
     """Return an encoded value as people read it."""
-    if isinstance(value, dict) and len(value) == 1:
-        return next(iter(value.values()))
-    return value.get("repr", value) if isinstance(value, dict) else value
+    if not isinstance(value, dict) or not value:
+        return value
+    return next(value[kind] for kind in (*_NAMED, *value) if kind in value)
 
 
 def interpreter() -> tuple[Device, Toolchain]:
@@ -332,7 +326,7 @@ def current_index() -> int:
 
 
 def _target(active: Any, index: int) -> Any:
-    """The compile target of one device; Triton only tells that of the current one."""
+    """The compile target of one device; Triton has it for the current device only."""
     previous = active.get_current_device()
     if previous == index:
         return active.get_current_target()
@@ -341,3 +335,87 @@ def _target(active: Any, index: int) -> Any:
         return active.get_current_target()
     finally:
         active.set_current_device(previous)
+
+
+#: The common properties of one key's calls: the values of the kept names, and the dtypes.
+Meaning = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The argument that each part of a Triton key belongs to; learned from a call."""
+
+    names: tuple[str, ...]  # names in `key=` that the call passes
+    tensors: tuple[str, ...]  # arguments with a dtype, in the order of the call
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
+    ) -> Layout:
+        """Return the layout of the keys of calls like this one."""
+        known = {name: value for name, value in arguments.items() if name in arg_names}
+        tensors = tuple(name for name, value in known.items() if hasattr(value, "dtype"))
+        return cls(tuple(name for name in names if name in known), tensors)
+
+    def key(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return Triton's key of a call. No tensor is kept alive by it."""
+        values = (arguments[name] for name in self.names)
+        return (*map(plain, values), *(str(arguments[name].dtype) for name in self.tensors))
+
+    def meaning(self, key: Any, key_names: KeyNames) -> Meaning | None:
+        """Return the meaning of a Triton key; None for a key of another layout."""
+        parts = (*self.names, *self.tensors)
+        if not isinstance(key, tuple) or len(key) != len(parts):
+            return None
+        values = dict(zip(self.names, key, strict=False))
+        dtypes = dict(zip(self.tensors, key[len(self.names) :], strict=True))
+        try:
+            return (
+                *(
+                    (n, _compared(value_in_key(key_names, n, values[n])))
+                    for n in key_names
+                    if n in values
+                ),
+                *sorted((name, str(dtype)) for name, dtype in dtypes.items()),
+            )
+        except InvalidSetting:  # no bucket for such a value: a key of another layout
+            return None
+
+
+def triton_key(
+    names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return what Triton's tuner keeps a call's config under: the key's values, then the dtypes."""
+    return Layout.of(names, arg_names, arguments).key(arguments)
+
+
+def guessed(names: Sequence[str], key: Any) -> Iterator[Layout]:
+    """Yield the layout that a key has where every name is passed, before any call."""
+    if isinstance(key, tuple) and len(key) >= len(names):
+        tensors = (f"tensor {number}" for number in range(len(key) - len(names)))
+        yield Layout(tuple(names), tuple(tensors))
+
+
+def plain(value: Any) -> Any:
+    """Return a part of a key as a dictionary can hold it: a tensor as its dtype."""
+    if isinstance(value, (list, tuple)):
+        parts = tuple(map(plain, value))
+        is_kept = isinstance(value, tuple) and all(map(operator.is_, parts, value))
+        return value if is_kept else parts
+    while type(value).__name__ == "constexpr":
+        value = value.value
+    if hasattr(value, "dtype"):
+        return str(value.dtype)
+    try:
+        hash(value)
+    except TypeError:
+        return encoding.dumps(encode(value, of_call=True))
+    return value
+
+
+def _compared(value: Any) -> Any:
+    """Return what compares as the value does, also once it was written as JSON."""
+    value = plain(value)
+    if isinstance(value, tuple):
+        return tuple(map(_compared, value))
+    return str(value) if encoding.is_dtype(value) or value != value else value

@@ -1,4 +1,4 @@
-"""A kernel as its text shows it, in the shape in which Triton has it once it is imported."""
+"""A kernel as its text shows it, in the shape that Triton's object has after the import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WrittenHeuristics:
 
 @dataclass(frozen=True)
 class WrittenLayer:
-    """A decorator above a kernel of which nothing is known."""
+    """An unknown decorator above a kernel."""
 
     fn: Any
 

@@ -1,6 +1,7 @@
 """A key as it was written, after the checks that need no source text.
 
-SAFETUNE_KEEP and `install(keep=)` name what stays in the keys of kernels that one cannot edit.
+`install(keep=)` and `safetune run --keep` name what stays in the keys of kernels that one cannot
+edit.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Any, TypeAlias
 from safetune import forks
 from safetune.errors import InvalidSetting, PhantomKeyWarning, SettingWarning, with_nearest
 from safetune.frozen import dataclass
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from safetune.keys.source_text import definition_line, file_of
 from safetune.keys.tuning_key import Bucket
 from safetune.messages import warn
-from safetune.settings import Settings
 
 #: The names in `prune_configs_by`.
 _PRUNING = ("early_config_prune", "perf_model", "top_k")
@@ -30,7 +30,6 @@ Key: TypeAlias = Iterable[str] | Mapping[str, Callable[[Any], Any] | None] | str
 
 
 _installed: set[tuple[str, str]] = set()
-_asked: set[tuple[str, str]] = set()
 _found: set[tuple[str, str]] = set()
 _seen: set[str] = set()
 
@@ -39,13 +38,13 @@ _seen: set[str] = set()
 class WrittenKey:
     """A key as it was written."""
 
-    names: tuple[str, ...] | None  # None for "auto"
+    names: tuple[str, ...]
     keep: tuple[str, ...] = ()  # of the decorator
-    kept: tuple[str, ...] = ()  # for another reason: a bucket, or SAFETUNE_KEEP
+    kept: tuple[str, ...] = ()  # for another reason: a bucket, or `install(keep=)`
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"key={'auto' if self.names is None else [*self.names]!r}"
+        return f"key={[*self.names]!r}"
 
 
 def written_key(
@@ -53,7 +52,6 @@ def written_key(
     key: Key,
     keep: Iterable[str] = (),
     prune: Any = None,
-    settings: Settings | None = None,
 ) -> WrittenKey:
     """Return a key after the checks that need no text; `prune` is `prune_configs_by`.
 
@@ -66,13 +64,11 @@ def written_key(
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     keep = tuple(_names("keep", keep))
     _check_known(kernel, "prune_configs_by", prune or (), _PRUNING)
-    if key == "auto":
-        return WrittenKey(None, keep)
     names = tuple(_names("key", key))
     _check_known(kernel, "key", names, parameters)
     check_kept(kernel, keep, names)
     buckets = buckets_of(function.__name__, key)
-    kept = kept_for(function, names, settings or Settings.current())
+    kept = kept_for(function, names)
     return WrittenKey(names, keep, (*buckets, *kept), buckets)
 
 
@@ -92,23 +88,23 @@ def buckets_of(kernel: str, key: Any) -> dict[str, Bucket]:
 def _names(what: str, names: Key) -> list[str]:
     if isinstance(names, str):
         raise InvalidSetting(f'{what}={names!r} is one string; write {what}=["{names}"]')
-    found = list(dict.fromkeys(names or ()))
-    if wrong := [name for name in found if not isinstance(name, str)]:
+    unique_names = list(dict.fromkeys(names or ()))
+    if wrong := [name for name in unique_names if not isinstance(name, str)]:
         raise InvalidSetting(
             f"{what} has {wrong[0]!r}, of type {type(wrong[0]).__name__}; give names of arguments"
         )
-    return found
+    return unique_names
 
 
-def _check_known(kernel: Any, what: str, names: Iterable[str], known: Sequence[str]) -> None:
+def _check_known(kernel: Any, what: str, names: Iterable[str], parameters: Sequence[str]) -> None:
     """Raise for unknown names; of a tuner whose text the user may not be able to change, warn."""
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in parameters]
     if not unknown:
         return
     name = base_function(kernel)[1].__name__
     text = (
-        f"{what} of {name} has {with_nearest(unknown, known)}, which is not one of "
-        f"{', '.join(known)}"
+        f"{what} of {name} has {with_nearest(unknown, parameters)}, which is not one of "
+        f"{', '.join(parameters)}"
     )
     if not _lenient.get():
         raise InvalidSetting(text)
@@ -129,15 +125,29 @@ def keep(pairs: Iterable[tuple[str, str]]) -> None:
     _installed.update(pairs)
 
 
-def kept_for(function: FunctionType, names: Sequence[str], settings: Settings) -> list[str]:
-    """Return those of a kernel's key names that are kept, and note that they were found."""
-    asked = _installed | settings.keep
-    if not asked:
+def keep_as_recorded(kernel: str, names: Iterable[str]) -> None:
+    """Keep the names that the process kept which recorded a call of a kernel."""
+    pairs = {(kernel, name) for name in names}
+    _found.update(pairs)  # the call shows that they fit
+    keep(pairs)
+
+
+def kept_names(function: FunctionType) -> list[str]:
+    """Return the names that `install(keep=)` or `safetune run --keep` has for a kernel."""
+    return sorted({name for kernel, name in _installed if kernel in _names_of(function)})
+
+
+def _names_of(function: FunctionType) -> tuple[str, str]:
+    return function.__name__, f"{function.__module__}.{function.__qualname__}"
+
+
+def kept_for(function: FunctionType, names: Sequence[str]) -> list[str]:
+    """Return the kernel's key names that are kept, and note that they were found."""
+    if not _installed:
         return []
     _check_at_exit()
-    kernels = (function.__name__, f"{function.__module__}.{function.__qualname__}")
-    found = {(kernel, name) for kernel, name in asked if kernel in kernels and name in names}
-    _asked.update(asked)
+    kernels = _names_of(function)
+    found = {(kernel, name) for kernel, name in _installed if kernel in kernels and name in names}
     _found.update(found)
     _seen.update(f"{function.__name__}:{name}" for name in names)
     return [name for _, name in sorted(found)]
@@ -149,10 +159,10 @@ def _check_at_exit() -> None:
 
 
 def _warn_of_the_others() -> None:
-    missing = sorted(f"{kernel}:{name}" for kernel, name in _asked - _found)
+    missing = sorted(f"{kernel}:{name}" for kernel, name in _installed - _found)
     if missing:
         warn(
-            f"SAFETUNE_KEEP or install(keep=) has {with_nearest(missing, _seen)}, which "
+            f"run --keep or install(keep=) has {with_nearest(missing, _seen)}, which "
             "is not in the key of any kernel of this process",
             SettingWarning,
         )
@@ -171,6 +181,10 @@ def during(switch: ContextVar[bool]) -> Iterator[None]:
 #: Warns of unknown names, which Triton 3.6 ignores, instead of raising.
 _lenient: ContextVar[bool] = ContextVar("safetune_unknown_names_are_ignored", default=False)
 lenient = functools.partial(during, _lenient)
+
+
+#: On where the user of a library has not written the decorator: its faults are logged.
+of_a_library: ContextVar[bool] = ContextVar("safetune_decorator_of_a_library", default=False)
 
 
 def warn_at(kernel: Any, message: str) -> None:

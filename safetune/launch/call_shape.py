@@ -1,4 +1,4 @@
-"""How a kernel is called: arguments by name, memory key, and the launch by Triton's own path.
+"""The calls of a kernel: arguments by name, memory key, and the launch by Triton's own path.
 
 A `CallShape` is made once for each way of calling (positionally, by keyword, with which options):
 straight-line code, so that a hit reads the arguments it needs and nothing else.
@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
@@ -19,16 +19,20 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from safetune import triton_internals, triton_launch
 from safetune.config import check_conflicts
-from safetune.errors import TracingError
+from safetune.errors import NoConfigs, TracingError
 from safetune.frozen import dataclass
 from safetune.keys import encoding
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function, code_of, encode
+from safetune.keys.source_text import is_foreign_class
 from safetune.launch import scratch_memory
 
 if TYPE_CHECKING:
+    from safetune.keys.identity import KernelIdentity
     from safetune.keys.key_names import KeyReport
     from safetune.keys.lazy_key import Basis
+    from safetune.keys.tuning_key import KeyNames
     from safetune.launch.key_state import KeyState, KeyStates
+    from safetune.settings import MeasurePolicy, MissPolicy, SearchBudget
 
 #: What the compiled kernel sees for every dropped name. Triton makes a constant of an integer 1,
 #: so the argument costs nothing at launch either.
@@ -41,7 +45,7 @@ LAUNCH_KEYWORDS = frozenset({"grid", "warmup"})
 CLEAN_FAILURES = (OutOfResources, CompilationError, CompileTimeAssertionFailure, PTXASError)
 
 #: Equal values of these are the same value, once their classes are equal too.
-_SCALARS = frozenset({int, bool, float, str, type(None)})
+_SCALARS: frozenset[type] = frozenset({int, bool, float, str, type(None)})
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -56,14 +60,21 @@ def named_arguments(
 
 
 def device_index(args: Args, kwargs: Kwargs) -> int:
-    """Return the device of the first tensor among the arguments; -1 for the CPU or without one.
+    """Return the device of the first argument that is on one; -1 where all are on the CPU.
 
-    The `base` of a tensor descriptor, or of a tensor that is read as another dtype, is one too.
+    The `base` of a tensor descriptor, or of a tensor that is read as another dtype, counts too, and
+    the items of a tuple. A tensor on the CPU may be pinned memory beside those on a device.
     """
     for value in (*args, *kwargs.values()):
         get_device = getattr(getattr(value, "base", value), "get_device", None)
         if get_device is not None:
-            return int(get_device())
+            index = int(get_device())
+        elif isinstance(value, tuple):
+            index = device_index(value, {})
+        else:
+            continue
+        if index >= 0:
+            return index
     return -1
 
 
@@ -77,7 +88,7 @@ def heuristic_values(kernel: Any, named: Kwargs) -> tuple[Any, dict[str, Any]]:
 
 
 def set_by(heuristics: Heuristics, named: Kwargs, values: Kwargs) -> dict[str, Any]:
-    """Return `values` and what the heuristics set for a call; each sees what is set before it."""
+    """Return `values` and the heuristics' values for a call; each sees the values before it."""
     found = dict(values)
     for name, heuristic in heuristics.values.items():
         found[name] = heuristic({**named, **found})
@@ -126,14 +137,21 @@ def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
 
 
 class Tuner(Protocol):
-    """What a launch reads of a tuner. The first five are those of Triton's tuner.
+    """A tuner, as all below the decorator see it. The first five are those of Triton's tuner.
 
     Attributes:
         fn: the kernel below the tuner: a jit function, or heuristics around one.
         base_fn: the Python function.
-        keys: names of the arguments whose values have a choice of their own.
+        keys: the names in `key=`, as they were written.
+        key_names: those of them whose values have a choice of their own.
         basis: what was read to find out that nothing reads the dropped names.
         needs_scratch: whether a launch has asked for global scratch memory.
+        hooks, limits, proposer, workloads: `inputs.call.Hooks`, `tuning.requests.Limits`,
+            `tuning.search.Proposer`, `inputs.workload.DeclaredWorkload`s.
+        isolation: `worker`, `config` or `inline`.
+        on_miss, measure: None for SAFETUNE_ON_MISS, SAFETUNE_MEASURE.
+        budget: None to measure every config.
+        configs_timings, bench_time, tuning_phases: of the last tuning; phases in seconds.
     """
 
     fn: Any
@@ -141,27 +159,55 @@ class Tuner(Protocol):
     arg_names: list[str]
     keys: list[str]
     configs: list[Config]
+    key_names: KeyNames
     key_report: KeyReport
     basis: Basis
     states: KeyStates
     shapes: CallShapes
     best_config: Config
     needs_scratch: bool
+    hooks: Any
+    limits: Any
+    proposer: Any
+    workloads: list[Any]
+    isolation: str
+    on_miss: MissPolicy | None
+    measure: MeasurePolicy | None
+    budget: SearchBudget | None
+    configs_timings: dict[Config, list[float]]
+    bench_time: float
+    tuning_phases: dict[str, float]
+
+    @property
+    def identity(self) -> KernelIdentity:
+        """The identity of the kernel and the functions around it."""
 
     def launch_with(
         self, config: Config, values: dict[str, Any], grid: Any, args: Args, kwargs: dict[str, Any]
     ) -> Any:
         """Launch by Triton's path, with values that the tuner's heuristics have given."""
 
+    def report(
+        self,
+        key: tuple[Any, ...],
+        choice: Config,
+        timings: dict[Config, list[float]],
+        phases: Mapping[str, float] | None = None,
+    ) -> None:
+        """Report a choice as Triton's tuner does."""
+
+    def first_time(self, topic: str) -> bool:
+        """Whether this is the first call with this topic; for warnings that are given once."""
+
 
 @dataclass(frozen=True)
 class Launched:
     """A launch by Triton's own path."""
 
-    result: Any  # what Triton returned
+    result: Any  # Triton's return value
     config: Config | None  # None if the config took the place of another
-    options: Kwargs  # what the config set for this launch, by name
-    values: Kwargs  # what the heuristics set for this launch, by name
+    options: Kwargs  # set by the config for this launch, by name
+    values: Kwargs  # set by the heuristics for this launch, by name
 
 
 #: Launches another config after a clean failure: (specialisation, config, error) → Triton's result.
@@ -183,7 +229,7 @@ class CallShape:
         #: Names among the arguments that the compiled kernel gets as a constant.
         self.pins = tuple(name for name in tuner.key_report.pinned if name in self._where)
         #: (args, kwargs) → the memory key: kept values with their types, dtypes, extra options.
-        self.key = self._key_function(tuner.keys)
+        self.key = self._key_function(tuner.key_names)
 
     def launch(
         self,
@@ -211,13 +257,14 @@ class CallShape:
             pinned, passed = args, dict(kwargs)
         else:
             pinned, passed = self.pinned(args, kwargs)
-        passed = dict(**passed, **options)  # TypeError if the call passes what the config sets
+        passed = dict(**passed, **options)  # TypeError if the call passes a config's name
         named = named_arguments(tuner.arg_names, pinned, passed)
         if values is None:
             values = {}
             for each in heuristics:
                 values = set_by(each, named, values)
-        specialise = functools.partial(specialisation, tuner, {**named, **values})
+        below_it = {**named, **values}
+        specialise = functools.partial(specialisation, tuner.fn, tuner.arg_names, below_it)
         if state is not None and (other := state.allowed(config, specialise)) is not config:
             return replace(self.launch(other, args, kwargs), config=None)
         run = functools.partial(below.run, *pinned, **{**passed, **values})
@@ -257,10 +304,10 @@ class CallShape:
         """Whether a dropped argument would compile again for another value of it."""
         return name in self._constexprs or isinstance(value, int)
 
-    def _key_function(self, keys: Sequence[str]) -> Callable[[Args, Kwargs], Any]:
+    def _key_function(self, keys: KeyNames) -> Callable[[Args, Kwargs], Any]:
         # Every part has its place whatever the order of the keywords, so that no two calls that
         # differ in what is passed as what can meet.
-        parts, buckets = [], getattr(keys, "buckets", {})
+        parts, buckets = [], keys.buckets
         for name in keys:
             value = self._where.get(name)
             if value and name in buckets:
@@ -268,9 +315,11 @@ class CallShape:
             else:
                 parts += [f"plain({value})", f"{value}.__class__"] if value else ["None", "None"]
         for name in self._parameters:
+            value = self._where.get(name)
             if name not in self._constexprs:
-                value = self._where.get(name)
                 parts.append(f"type_of({value})" if value else "None")
+            if value and name not in keys:
+                parts.append(f"None if {value}.__class__ in without_code else code({value})")
         for name, value in sorted(self._where.items()):
             if name not in self._parameters:  # a launch option, such as num_warps
                 parts += [repr(name), f"plain({value})", f"{value}.__class__"]
@@ -281,6 +330,8 @@ class CallShape:
             "typed": _typed,
             "buckets": buckets,
             "type_of": encoding.element_type,
+            "without_code": _without_code,
+            "code": _code,
             "device": device_index,
         }
         return eval(source, names)  # type: ignore[no-any-return]
@@ -306,8 +357,13 @@ class CallShapes:
         """Return the shape of a call, made at the first call of its kind.
 
         Raises:
-            InvalidConfig: the call passes what every config sets.
+            InvalidConfig: the call passes what every config sets, or there is no config.
         """
+        if not self._tuner.configs:
+            raise NoConfigs(
+                f"configs of {self._tuner.base_fn.__name__} is an empty list now: a launch needs "
+                "one; add a triton.Config to it"
+            )
         report = self._tuner.key_report
         if report is not self._report:  # classified again
             self._known, self._report = {}, report
@@ -320,6 +376,7 @@ class CallShapes:
             passed = {*tuner.arg_names[: len(args)], *kwargs}
             check_conflicts(tuner.base_fn.__name__, set_by_all, passed)
             shape = self._known[kind] = CallShape(tuner, len(args), tuple(kwargs))
+            tuner.states.learn(named_arguments(tuner.arg_names, args, kwargs))
         return shape
 
 
@@ -329,22 +386,23 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
     return frozenset(name for name, kind in annotations.items() if "constexpr" in str(kind))
 
 
-def specialisation(tuner: Tuner, named: Kwargs) -> Any:
+def specialisation(kernel: Any, arg_names: Sequence[str], named: Kwargs) -> Any:
     """Return what decides which binary of a config a call needs: at least what Triton tells apart.
 
     Args:
+        kernel: that below the tuner: a jit function, or heuristics around one.
         named: what the kernel below the tuner's heuristics gets, by name.
     """
-    constants = constexpr_names(tuner.fn)
+    constants = constexpr_names(kernel)
     return tuple(
-        (name, _exact(value) if name in constants or name not in tuner.arg_names else _kind(value))
+        (name, _exact(value) if name in constants or name not in arg_names else _kind(value))
         for name, value in sorted(named.items())
         if name not in LAUNCH_KEYWORDS
     )
 
 
 def _exact(value: Any) -> Any:
-    return encoding.dumps(encoding.encode(value))
+    return encoding.dumps(encode(value, of_call=True))
 
 
 def _kind(value: Any) -> Any:
@@ -357,11 +415,29 @@ def _kind(value: Any) -> Any:
         return encoding.dtype_name(value.dtype), value.data_ptr() % 16 == 0
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
+    if is_dataclass(value) and not isinstance(value, type):  # such as a tensor descriptor
+        return tuple(_kind(getattr(value, field.name)) for field in fields(value))
     return _exact(value)
 
 
 def _typed(value: Any) -> Any:
     return _plain(value), value.__class__
+
+
+#: Classes whose objects bring no functions with them into a call.
+_without_code: set[type] = {*_SCALARS}
+
+
+def _code(value: Any) -> str | None:
+    """The functions in an argument that is not in the key, as a dictionary can hold them."""
+    code, kind = code_of(value), type(value)
+    if code is not None:
+        return encoding.dumps(code)
+    is_atom = is_foreign_class(kind) and not (kind.__dictoffset__ or kind.__itemsize__)
+    is_atom = is_atom and not (callable(value) or issubclass(kind, (tuple, list, dict, set)))
+    if is_atom or encoding.is_dtype(value) or hasattr(kind, "data_ptr"):
+        _without_code.add(kind)
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -370,4 +446,4 @@ def _plain(value: Any) -> Any:
         return value if value == value else repr(value)  # no NaN is equal to another
     if encoding.is_dtype(value):
         return value
-    return encoding.dumps(encoding.encode(value))
+    return encoding.dumps(encode(value, of_call=True))

@@ -67,7 +67,7 @@ class FastPath:
         self._jit = jit
         self._switches = self._seen = triton_launch.switches(jit)
         self._known: dict[Any, tuple[Any, ...]] = {}
-        self._chosen: dict[Any, tuple[Any, ...]] = {}  # heuristics see what a config sets
+        self._chosen: dict[Any, tuple[Any, ...]] = {}  # heuristics see the config's values
         self._binds: dict[tuple[int, ...], Callable[..., Any]] = {}
         self._heuristics = [vars(each) for each in heuristics]
         # With a copy of each dict of functions, which may be changed in place.
@@ -90,7 +90,7 @@ class FastPath:
         }
 
         def learn(grid: Any) -> bool:
-            """Whether a grid function only reads; if so, its code is that of the next ones, too."""
+            """Whether a grid function only reads; if so, functions with its code do as well."""
             simple = type(grid) is FunctionType and only_reads(grid.__code__)
             if simple:
                 names["simple_grid"] = grid.__code__
@@ -112,7 +112,7 @@ class FastPath:
         return switched or self._heuristics != self._as_made
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key | None:
-        """Return what a call is remembered by; None if it is not."""
+        """Return the key under which a call is remembered; None if it is not."""
         choice = None if self.in_the_way() else self._choice_key(args, kwargs)
         if choice is None:
             return None
@@ -132,10 +132,10 @@ class FastPath:
         if (len(tuner.configs) == 1) is not self._source.single:
             return  # configs were added or removed in place
         choice, memory_key = key
-        if not self._source.single and tuner.states.hits.get(memory_key) is not config:
+        if not self._source.single and tuner.states.of(memory_key).hit is not config:
             return  # for this call only: another one was rejected, or a graph captured it
         options = config.all_kwargs()
-        if options != launched.options:  # changed by what the launch called
+        if options != launched.options:  # changed by a function that the launch called
             return
         rest = [options.get(name, default) for name, default in self._absent.items()]
         how = triton_launch.launcher(kernel, scratch_memory.launch)
@@ -145,7 +145,7 @@ class FastPath:
         if len(self._known) >= _MOST_LAUNCHES:
             self._known.clear()
             self._chosen.clear()
-        # With a copy of the dict of kwargs, which may be changed in place, too.
+        # With a copy of the dict of kwargs, which may also be changed in place.
         guard: tuple[Any, ...] = (
             config,
             vars(config),
@@ -158,7 +158,7 @@ class FastPath:
                 return
             before = self._chosen.get(choice)
             if before is not None and (before[0] is not config or before[2] != guard[2]):
-                self._known.clear()  # what other values of the heuristics launched is of before
+                self._known.clear()  # launches with other values of the heuristics are out of date
             self._chosen[choice], guard = (*guard, options), ()
             parts = (part for value in values.values() for part in (value, value.__class__))
             choice = (choice, *parts)

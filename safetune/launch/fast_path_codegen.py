@@ -69,7 +69,7 @@ class Source:
             if parameter.name in shape.pins and shape.pinnable(parameter.name, value):
                 self._pinned.append(index)
                 self.possible &= not hasattr(value, "get_device")  # it may be on another device
-            elif parameter.is_constexpr or parameter.name in tuner.keys:
+            elif parameter.is_constexpr or parameter.name in tuner.key_names:
                 self._parts.append(variable)
                 self.possible &= type(value) in plain
             elif _is_tensor(value) and parameter.annotation_type[:1] in ("", "*"):
@@ -189,7 +189,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
 
     @property
     def _rest(self) -> str:
-        """Write what a config or a default has set."""
+        """Write the values that a config or a default has set."""
         absent = "".join(f"v{self._names.index(name)}, " for name in self.absent)
         return f"{absent}= rest" if absent else ""
 
@@ -246,7 +246,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
         ]
 
     def _set_by_heuristics(self) -> str:
-        """Write what `Heuristics.run` does, after the choice and before Triton's part."""
+        """Write the code of `Heuristics.run`, after the choice and before Triton's part."""
         if not self._heuristics:
             return ""
         given = [
@@ -300,7 +300,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
         return " | ".join(f"p{i}" for i in self._tensors)
 
     def _unpack(self, asked: Sequence[int] | None = None) -> str:
-        """Write what reads the arguments; by default, each tensor is asked whether to."""
+        """Write the code that reads the arguments; by default each tensor is asked whether to."""
         lines = []
         if self._positional:
             lines.append("".join(f"v{i}, " for i in range(self._positional)) + "= a")

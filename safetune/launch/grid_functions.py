@@ -1,7 +1,7 @@
-"""Which grid functions only read their arguments, so that a launch need not look at these again.
+"""Finds grid functions that only read their arguments, so that a launch need not check them again.
 
-Triton launches with what is in the dict that a grid function got, after the call: the function may
-have changed an entry, or moved a tensor to other memory.
+Triton launches with the dict that a grid function got: the function may have changed an entry, or
+moved a tensor to other memory.
 """
 
 from __future__ import annotations

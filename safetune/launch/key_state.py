@@ -1,8 +1,8 @@
 """The state of each key of one tuner: untried, a choice, a fallback, or only captured in a graph.
 
-`KeyState.decision` alone says which config a key launches now, and why. Two dictionaries follow
-from the states, and every change updates them: `KeyStates.hits`, which the path of a known launch
-reads, and `KeyStates.choices`, which users see as `tuner.cache`.
+`KeyState.decision` alone says which config a key launches now, and why. Two things follow from it,
+and every change updates them: `KeyState.hit`, which the path of a known launch reads, and
+`KeyStates.choices`, which users see as `tuner.cache`, under Triton's keys.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from triton.runtime.autotuner import Config
 
 from safetune import forks
 from safetune.config import config_text
+from safetune.errors import InvalidConfig
 from safetune.frozen import dataclass
+from safetune.keys.tuning_key import Layout, Meaning, guessed, plain
 from safetune.messages import counted, logger
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
-    from safetune.settings import Settings
 
-#: Computes what decides which binary a call needs: see `call_shape.specialisation`.
+Raised = TypeVar("Raised", bound=Exception)
+
+#: Computes the properties of a call that select a binary: see `call_shape.specialisation`.
 Specialise = Callable[[], Any]
 
 #: Held while a state and the two dictionaries change together, and no longer: a call under capture
@@ -36,16 +39,23 @@ _changing = threading.Lock()
 class Reason(Enum):
     """Why a key launches a config."""
 
+    WRITTEN = "written"  # into `tuner.cache`, by the program
     CHOICE = "choice"
     FALLBACK = "fallback"
     CAPTURED = "captured"
 
 
-class Retry(Protocol):
-    """When tuning is tried again for a key that has a fallback."""
+class _AtOnce:
+    """A retry at the next call."""
 
-    def due(self, settings: Settings) -> bool:
-        """Whether tuning should be tried again now."""
+    kinds = frozenset[Any]()
+
+    def holds(self, args: Any, kwargs: Any, settings: Any, capture: int) -> bool:
+        """Return False: the call looks for a config."""
+        return False
+
+
+_LOOK_AGAIN = _AtOnce()
 
 
 @dataclass(frozen=True)
@@ -54,12 +64,13 @@ class Decision:
 
     config: Config
     reason: Reason
-    retry: Retry | None = None  # for a fallback that lasts until tuning is tried again
+    retry: Any = None  # a `failures.Retry`, for a fallback that lasts until tuning is tried again
 
     @property
     def lasting(self) -> bool:
         """Whether the next launch needs neither the store nor a tuning."""
-        return self.retry is None and self.reason is not Reason.CAPTURED
+        for_good = self.retry is None or bool(self.retry.kinds)
+        return for_good and self.reason is not Reason.CAPTURED
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ class KeyState:
 
     def __init__(self, key: Any, states: KeyStates) -> None:
         self.key = key
+        #: The config that every call of the key launches without a miss.
+        self.hit: Config | None = None
         #: Held by the thread that looks for a choice, so that a key is tuned once.
         self.lock = threading.RLock()
         #: A choice that waits for `safetune.sync`, which all ranks call together.
@@ -88,10 +101,18 @@ class KeyState:
         #: The tuning key and configs behind the memory key, for `safetune.sync`.
         self.asked: Asked | None = None
         self.captured: CapturedMiss | None = None
+        #: The last failed attempt to tune, and the calls with which no config works.
+        self.retried: Any = None
+        self.hopeless: Any = None
+        #: What the program has written into `tuner.cache` for the key: launched whatever is chosen.
+        self.written: Config | None = None
+        #: The key in `tuner.cache` and its meaning; None before a call has missed it.
+        self.shown: Any = key
+        self.meaning: Meaning | None = None
         self._states = states
         self._choice: Config | None = None
         self._fallback: Config | None = None
-        self._retry: Retry | None = None
+        self._retry: Any = None
         self._rejected: dict[Any, list[Config]] = {}
         self._substitutes: dict[Any, Config | Exception] = {}
 
@@ -111,9 +132,11 @@ class KeyState:
         """
         choice, fallback, retry = self._choice, self._fallback, self._retry
         captured = self.captured
+        if self.written is not None:
+            return Decision(self.written, Reason.WRITTEN)
         if choice is not None:
             return Decision(choice, Reason.CHOICE)
-        if fallback is not None and (retry is None or not capture):
+        if fallback is not None and (retry is None or retry.kinds or not capture):
             return Decision(fallback, Reason.FALLBACK, retry)
         if captured is not None and capture in (None, captured.capture):
             return Decision(captured.config, Reason.CAPTURED)
@@ -125,7 +148,7 @@ class KeyState:
         Raises:
             Exception: the last error, where none can be launched.
         """
-        if not self._rejected:
+        if not self._rejected or self.written is not None:
             return config
         specialisation = specialise()
         if config not in self._rejected.get(specialisation, ()):
@@ -136,39 +159,53 @@ class KeyState:
         return substitute
 
     def set_choice(self, config: Config) -> Config:
-        """Launch `config` as the key's choice from here on; return it."""
+        """Use `config` as the key's choice from here on; return it, or the written config."""
         with _changing:
             self._choice, self._fallback, self._retry, self.held = config, None, None, None
+            self.retried = self.hopeless = None
             outdated = self.captured
             if outdated is not None and outdated.config != config:
                 self.captured = None  # another thread may set a choice too: one of them warns
             else:
                 outdated = None
-            self._states.publish(self, self._choice, self._choice)
+            self._states.publish(self)
         if outdated is not None:
             outdated.warn_outdated(config)
-        return config
+        return self.written or config
 
-    def set_fallback(self, config: Config, retry: Retry | None = None) -> Config:
-        """Launch `config` for want of a choice, until tuning is tried again; return it."""
+    def write(self, config: Config) -> None:
+        """Use the config that the program has written into `tuner.cache`."""
+        with _changing:
+            self.written = config
+            self._states.publish(self)
+
+    def set_fallback(self, config: Config, retry: Any = None) -> Config:
+        """Use `config` as a fallback until the next tuning attempt; return it."""
         with _changing:
             self._fallback, self._retry = config, retry
-            if self._choice is None:
-                self._states.publish(self, config if retry is None else None, None)
+            self._states.publish(self)
         return config
 
+    def look_again(self) -> None:
+        """Let the next call look for a choice again if the key has a permanent fallback."""
+        with _changing:
+            if self._fallback is not None and self._retry is None:
+                self._retry = _LOOK_AGAIN
+                self._states.publish(self)
+
     def hold(self, config: Config) -> None:
-        """Launch the fallback for good, until `safetune.sync` adopts `config` as the choice."""
+        """Use the fallback permanently, until `safetune.sync` adopts `config` as the choice."""
         assert self._fallback is not None
         self.set_fallback(self._fallback)
         self.held = config
 
     def forget(self) -> None:
-        """Have the next call look for a config; what graphs have captured stays known."""
+        """Let the next call look for a config; the configs in captured graphs stay known."""
         with _changing:
-            self._choice = self._fallback = self._retry = self.held = None
+            self._choice = self._fallback = self._retry = self.held = self.written = None
+            self.retried = self.hopeless = None
             self._rejected, self._substitutes = {}, {}
-            self._states.publish(self, None, None)
+            self._states.publish(self)
 
     def reject(self, specialisation: Any, config: Config) -> list[Config]:
         """Note that a call cannot launch `config`; return all that such calls cannot launch."""
@@ -176,17 +213,26 @@ class KeyState:
             rejected = self._rejected.setdefault(specialisation, [])
             if config not in rejected:
                 rejected.append(config)
-            lasting = self._fallback if self._retry is None else None
-            self._states.publish(self, self._choice or lasting, self._choice)
+            self._states.publish(self)
         return rejected
 
     def substitute(self, specialisation: Any, found: Config | Exception) -> None:
-        """Note what such calls launch instead, or the error, where they can launch none."""
+        """Note the config that such calls launch instead, or the error if they can launch none."""
         self._substitutes[specialisation] = found
 
-    def launches_always(self, config: Config) -> bool:
-        """Whether no call has been unable to launch `config`."""
-        return not any(config in rejected for rejected in self._rejected.values())
+    @property
+    def choice(self) -> Config | None:
+        """The config in `tuner.cache`: never a fallback."""
+        return self.written or self._choice
+
+    def update_hit(self) -> bool:
+        """Set `hit`; return whether there was another one."""
+        before, config = self.hit, self.choice or (self._fallback if self._retry is None else None)
+        if config is not None and self.written is None:
+            rejected = any(config in configs for configs in self._rejected.values())
+            config = None if rejected else config
+        self.hit = config
+        return before is not None and before is not config
 
 
 @dataclass(frozen=True)
@@ -242,11 +288,15 @@ class KeyStates:
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner  # whose keys these are; a shallow copy of it shares them
-        #: The config of each key that every call launches without a miss.
-        self.hits: dict[Any, Config] = {}
-        #: The chosen config of each key; as `tuner.cache`, open to users.
+        #: The chosen config of each key, under Triton's key; as `tuner.cache`, open to users.
         self.choices = Choices(self)
         self._states: dict[Any, KeyState] = {}
+        #: All that the program has written, by the key that it wrote; the newest comes last.
+        self._written: dict[Any, Config] = {}
+        self._layouts: dict[Layout, None] = {}
+        #: The keys in `_written` by their meaning, for each layout that was asked for.
+        self._tables: dict[Layout, dict[Meaning | None, Any]] = {}
+        self._by_meaning: dict[Meaning, list[KeyState]] = {}
         _all[self] = None
 
     def of(self, key: Any) -> KeyState:
@@ -259,15 +309,118 @@ class KeyStates:
 
     def __str__(self) -> str:
         reasons = [decision.reason for state in self if (decision := state.decision())]
-        chosen = reasons.count(Reason.CHOICE)
+        chosen = sum(reason in (Reason.CHOICE, Reason.WRITTEN) for reason in reasons)
         without = f" and {len(reasons) - chosen} without" if len(reasons) > chosen else ""
         configs = counted(len(self.tuner.configs), "config")
         return f"{configs}, {counted(chosen, 'key')} with a choice{without}"
 
-    def clear(self) -> None:
-        """Make every key untried."""
+    def missed(self, key: Any, arguments: Mapping[str, Any]) -> KeyState:
+        """Return the state of a call's key, which `tuner.cache` shows under the call's Triton key,
+        and has it launch what the program has written for that.
+        """
+        state = self.of(key)
+        layout, meaning = self.learn(arguments)
+        if state.meaning is None:
+            with _changing:
+                dict.pop(self.choices, state.shown, None)
+                state.shown, state.meaning = layout.key(arguments), meaning
+                self._by_meaning.setdefault(meaning, []).append(state)
+                self.publish(state)
+        if self._written and (known := self._table(layout).get(meaning)) is not None:
+            if known != state.shown:
+                dict.pop(self.choices, known, None)
+            if self._written[known] is not state.written:
+                state.write(self._written[known])
+        return state
+
+    def written(self, arguments: Mapping[str, Any]) -> Config | None:
+        """Return the config that the program has written into `tuner.cache` for a call."""
+        if not self._written:
+            return None
+        layout, meaning = self.learn(arguments)
+        return self._written.get(self._table(layout).get(meaning))
+
+    def learn(self, arguments: Mapping[str, Any]) -> tuple[Layout, Meaning]:
+        """Return the layout and the meaning of Triton's key of a call; remembers the layout."""
+        tuner = self.tuner
+        layout = Layout.of(tuner.keys, tuner.arg_names, arguments)
+        self._layouts[layout] = None
+        meaning = layout.meaning(layout.key(arguments), tuner.key_names)
+        return layout, meaning or ()
+
+    def _table(self, layout: Layout) -> dict[Meaning | None, Any]:
+        table = self._tables.get(layout)
+        if table is None:
+            kept = self.tuner.key_names
+            table = {layout.meaning(key, kept): key for key in self._written}
+            table.pop(None, None)
+            self._tables[layout] = table
+        return table
+
+    def _meanings(self, key: Any) -> set[Meaning]:
+        """Return the meanings of a Triton key: kinds of calls may have keys of one length."""
+        tuner = self.tuner
+        layouts = [*self._layouts, *guessed(tuner.keys, key)]
+        found = (layout.meaning(key, tuner.key_names) for layout in layouts)
+        return {meaning for meaning in found if meaning is not None}
+
+    def matching(self, key: Any) -> list[KeyState]:
+        """Return the states that a Triton key means."""
+        found = [state for state in self if state.meaning is None and state.shown == key]
+        if self._by_meaning:
+            for meaning in self._meanings(key):
+                found += self._by_meaning.get(meaning, ())
+        return found
+
+    def shown(self, key: Any) -> Any:
+        """Return the key under which `tuner.cache` shows a Triton key's meaning, or that key."""
+        if dict.__contains__(self.choices, key) or not self.choices:
+            return key
+        for state in self.matching(key):
+            if state.choice is not None:
+                return state.shown
+        meanings = self._meanings(key)
+        return next((other for other in self._written if meanings & self._meanings(other)), key)
+
+    def write(self, key: Any, config: Config) -> None:
+        """Launch a config for all calls that a Triton key means, from here on."""
+        self._written.pop(key, None)
+        self._written[key] = config
+        self._tables = {}
+        states = self.matching(key)
+        for state in states:
+            state.write(config)
+        if not states:
+            dict.__setitem__(self.choices, key, config)
+
+    def remove(self, key: Any) -> None:
+        """Make all calls untried that a Triton key means."""
+        meanings = self._meanings(key)
+        for other in list(self._written):
+            if other == key or meanings & self._meanings(other):
+                del self._written[other]
+                dict.pop(self.choices, other, None)
+        self._tables = {}
+        for state in self.matching(key):
+            state.forget()
+
+    def clear(self, written: bool = True) -> None:
+        """Make every key untried; also those that the program has `written`.
+
+        Or keep these, where the kernel or its key is another one. Else each key keeps what it
+        means: what is written next holds for a tuning under way, too.
+        """
+        kept = {} if written else self._written
+        self._written, self._tables = {}, {}
         for state in self:
             state.forget()
+            if not written:
+                state.shown, state.meaning = state.key, None
+        if not written:
+            self._layouts, self._by_meaning = {}, {}
+        dict.clear(self.choices)
+        for key, config in kept.items():
+            self.write(key, config)
         self.tuner.forget_launches()
 
     def replace_choices(self, choices: Mapping[Any, Config]) -> None:
@@ -276,20 +429,16 @@ class KeyStates:
         self.clear()
         self.choices.update(choices)
 
-    def publish(self, state: KeyState, config: Config | None, choice: Config | None) -> None:
+    def publish(self, state: KeyState) -> None:
         """Bring the dictionaries up to date with one state; called while `_changing` is held."""
-        key = state.key
+        peers = self._by_meaning.get(state.meaning, ()) if state.meaning is not None else ()
+        same = [peer.choice for peer in peers if peer.shown == state.shown]
+        choice = next(filter(None, [state.choice, *same]), self._written.get(state.shown))
         if choice is None:
-            dict.pop(self.choices, key, None)
+            dict.pop(self.choices, state.shown, None)
         else:
-            dict.__setitem__(self.choices, key, choice)
-        before = self.hits.get(key)
-        if config is None or not state.launches_always(config):
-            self.hits.pop(key, None)
-            config = None
-        else:
-            self.hits[key] = config
-        if before is not None and before is not config:
+            dict.__setitem__(self.choices, state.shown, choice)
+        if state.update_hit():
             self.tuner.forget_launches()
 
     def start_over(self) -> None:
@@ -304,23 +453,47 @@ class KeyStates:
     def __setstate__(self, state: tuple[Any, dict[Any, Config]]) -> None:
         tuner, choices = state
         self.__init__(tuner)  # type: ignore[misc]
-        self.choices.update(choices)
+        for key, config in choices.items():  # the tuner may be half made, so nothing is asked of it
+            self._written[key] = config
+            dict.__setitem__(self.choices, key, config)
 
 
 class Choices(dict[Any, Config]):
-    """`tuner.cache`: the choice of each key, never a fallback. A write changes the key's state."""
+    """`tuner.cache`: the choice of each key, never a fallback, under Triton's key.
+
+    Every method takes any Triton key of a call: see `triton_keys`. What a program writes is
+    launched for the calls that the key means, and is stored nowhere.
+    """
 
     def __init__(self, states: KeyStates) -> None:
         super().__init__()
         self._states = states
 
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(self._states.shown(plain(key)))
+
+    def __getitem__(self, key: Any) -> Config:
+        shown = self._states.shown(plain(key))
+        if not super().__contains__(shown):
+            raise KeyError(key)
+        return super().__getitem__(shown)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a choice, or `default`."""
+        return super().get(self._states.shown(plain(key)), default)
+
     def __setitem__(self, key: Any, config: Config) -> None:
-        self._states.of(key).set_choice(config)
+        if not hasattr(config, "all_kwargs"):
+            raise InvalidConfig(
+                f"cache[{key!r}] of {self._states.tuner.base_fn.__name__} is set to {config!r}, a "
+                f"{type(config).__name__}; it must be a triton.Config"
+            )
+        self._states.write(plain(key), config)
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        self._states.of(key).forget()
+        self._states.remove(plain(key))
 
     def clear(self) -> None:
         """Make every key untried, those with a fallback too."""
@@ -361,7 +534,7 @@ def all_states() -> Iterator[KeyState]:
         yield from states
 
 
-def without_frames(error: Exception) -> Exception:
+def without_frames(error: Raised) -> Raised:
     """Return a copy to keep: a traceback would keep its frames, and with them tensors."""
     copied = type(error).__new__(type(error))
     copied.__dict__.update(error.__dict__)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetune import forks, triton_launch
-from safetune.isolation import backend
+from safetune.both import backend
 
-#: The least alignment of an allocation, whichever allocator torch uses: that of cudaMalloc.
+#: The least alignment of an allocation, whichever allocator torch uses: cudaMalloc's.
 _BASE_ALIGNMENT = 256
 _MOST_ALIGNMENT = 4096
 
@@ -95,9 +95,9 @@ def launch(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def scratch_allocator() -> Iterator[None]:
-    """Give plain Triton kernels scratch memory: in this thread, while the context is open.
+    """Give plain Triton kernels scratch memory in this thread while the context is open.
 
-    An allocator that is visible already stays in place. Kernels under `@safetune` need no context.
+    An allocator that the thread already sees stays in place. Kernels under `@safetune` need none.
     """
     with triton_launch.default_allocator(allocate):
         yield

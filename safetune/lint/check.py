@@ -1,7 +1,8 @@
-"""Goes through a tree of files, and returns what the rules find and no comment ignores."""
+"""Searches a tree of files and returns the findings that no comment ignores."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import warnings
@@ -9,12 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from platform import python_version
 
+from safetune.both import backend
 from safetune.errors import InvalidSetting
-from safetune.isolation import backend
 from safetune.keys.text_facts import without_notes
-from safetune.lint.frames import File, Files
-from safetune.lint.interpret import run_module
-from safetune.lint.rules import DEFAULT, Finding, findings_of
+from safetune.lint.names import File, Files
+from safetune.lint.rules import RULES, Finding, findings_of
 from safetune.lint.tuners import MENTION, Tuner, tuners_in
 from safetune.messages import logger
 
@@ -38,15 +38,20 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") and part != ".." for part in path.parts)
 
 
-def check(paths: Sequence[Path], rules: Collection[str] = DEFAULT) -> tuple[list[Finding], int]:
+def check(paths: Sequence[Path], rules: Collection[str] = (*RULES,)) -> tuple[list[Finding], int]:
     """Return what rules find under some paths, by place, and how many tuners there are."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     tuners = 0
     for path, tuner in _tuners(paths):
         tuners += 1
-        asked = [each for each in findings_of(tuner, str(path)) if each.rule in rules]
-        found += [each for each in asked if not _is_ignored(each, tuner.file)]
-    return sorted(set(found), key=lambda f: (f.path, f.line, f.column, f.rule, f.message)), tuners
+        with _left_out(f"{path}:{tuner.function.lineno}: {tuner.name}"):
+            selected = [
+                finding for finding in findings_of(tuner, str(path)) if finding.rule in rules
+            ]
+            findings += [finding for finding in selected if not _is_ignored(finding, tuner.file)]
+    return sorted(
+        set(findings), key=lambda f: (f.path, f.line, f.column, f.rule, f.message)
+    ), tuners
 
 
 def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
@@ -55,20 +60,30 @@ def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
 
 
 def _tuners(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
-    files = Files(run_module)
+    files = Files()
     with warnings.catch_warnings(), backend.no_collection(), without_notes():
         warnings.simplefilter("ignore")  # of the compiler, about the text of others
         for path in python_files(paths):
-            if not _mentions(path):
-                continue
-            file = files.file(path.resolve())
-            if file is None:
-                logger.warning("%s is left out: Python %s cannot read it", path, python_version())
-            for tuner in tuners_in(file) if file else ():
-                yield path, tuner
-        # The trees count as old, so the collector does not walk them when it goes on.
+            tuners: list[Tuner] = []
+            with _left_out(path):
+                if _mentions(path):
+                    file = files.file(path.resolve())
+                    if file is None:
+                        raise SyntaxError(f"Python {python_version()} cannot read it")
+                    tuners += tuners_in(file)
+            yield from ((path, tuner) for tuner in tuners)
+        # The trees count as old, so the collector does not walk them when it resumes.
         gc.freeze()
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _left_out(what: object) -> Iterator[None]:
+    """Go on without a file or kernel whose text nothing here was made for."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s is left out: %s", what, str(error) or type(error).__name__)
 
 
 def _mentions(path: Path) -> bool:

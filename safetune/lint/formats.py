@@ -1,17 +1,12 @@
-"""Findings as text, as JSON, as GitHub's annotations, and as SARIF."""
+"""Findings as text, as JSON, and as GitHub's annotations."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
-from safetune.lint.rules import RULES, Finding
-
-_SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
+from safetune.lint.rules import Finding
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -44,33 +39,8 @@ def _property(text: str) -> str:
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def as_sarif(findings: Sequence[Finding]) -> str:
-    """Return a SARIF 2.1.0 log, for code scanning."""
-    names = sorted(RULES)
-    rules = [{"id": name, "shortDescription": {"text": RULES[name]}} for name in names]
-    driver = {"name": "safetune", "version": version("safetune"), "rules": rules}
-    results = [_result(finding, names.index(finding.rule)) for finding in findings]
-    run = {"tool": {"driver": driver}, "results": results}
-    return json.dumps({"$schema": _SARIF, "version": "2.1.0", "runs": [run]}, indent=2)
-
-
-def _result(finding: Finding, rule: int) -> dict[str, Any]:
-    path = Path(finding.path)
-    uri = path.as_uri() if path.is_absolute() else path.as_posix()
-    region = {"startLine": finding.line, "startColumn": finding.column}
-    place = {"artifactLocation": {"uri": uri}, "region": region}
-    return {
-        "ruleId": finding.rule,
-        "ruleIndex": rule,
-        "level": "warning",
-        "message": {"text": f"{finding.kernel}: {finding.message}"},
-        "locations": [{"physicalLocation": place}],
-    }
-
-
 FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
     "text": as_text,
     "json": as_json,
     "github": as_github,
-    "sarif": as_sarif,
 }

@@ -1,22 +1,18 @@
-"""The rules: what is wrong with a tuner, and where its text says so."""
+"""The rules: the mistakes of a tuner, and the lines of text that show them."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, NameReport, report_of
 from safetune.keys.source_text import parameters, walk
-from safetune.lint.absent import INTEGERS
-from safetune.lint.frames import arguments
+from safetune.lint.names import arguments
 from safetune.lint.passed import Passed
-from safetune.lint.repeats import same_again
-from safetune.lint.tiles import SMALLEST, least_shared_memory, looped_tiles
 from safetune.lint.tuners import Tuner
-from safetune.lint.values import WrittenConfig
 from safetune.settings import PhantomPolicy
 
 #: What each rule finds, for people.
@@ -28,15 +24,9 @@ RULES = {
     "unseen": "a key name that nothing reads, where not every launch shows its value",
     "unknown": "a key name that is not a parameter of the kernel",
     "flag": "a flag that the body reads and the key lacks: the first call's value decides for all",
-    "constexpr": "a constexpr that the body reads and the key lacks, and that launches pass",
     "length": "a length that is a constexpr: each new value compiles the kernel again",
-    "in-place": "an argument that the kernel reads and overwrites, without restore_value",
     "twice": "a config that is listed twice",
-    "too-large": "a list in which every config needs more shared memory than small GPUs have",
 }
-
-#: The rules that are asked for by default. Many kernels leave the number of heads out of their key.
-DEFAULT = frozenset(RULES) - {"constexpr"}
 
 #: What to do about a key name of each class.
 _REMEDIES = {
@@ -64,7 +54,7 @@ class Finding:
 
 
 def findings_of(tuner: Tuner, path: str) -> Iterator[Finding]:
-    """Yield what the rules find in a tuner."""
+    """Yield the findings of all rules for a tuner."""
     lines = (tuner.decorator.lineno, tuner.function.lineno)
     for rule, node, message in _found(tuner):
         line = getattr(node, "lineno", lines[0])
@@ -81,20 +71,17 @@ def _found(tuner: Tuner) -> _Found:
     key = tuner.key()
     names = list(facts.parameters)
     in_key = [name for name in (key and key.names) or () if name in names]
-    passed = Passed(facts.launches, names, in_key, tuner.function, tuner.frame.get)
+    passed = Passed(facts.launches, names, in_key, tuner.function, tuner.scope.get)
     lengths = dict(_lengths(facts, passed))
     if key is not None:
         report = report_of(facts, key, PhantomPolicy.DROP)
         yield from _key_names(tuner, report, passed)
-        if key.names is not None and not tuner.is_single:
-            missing = [name for name in report.missing if name not in lengths]
-            yield from _missing(tuner, report, missing, passed)
+        for name in report.missing:
+            if name not in lengths and not tuner.is_single:
+                yield from _flag(tuner, name, in_key, passed)
     for name, message in lengths.items():
         yield "length", _parameter(tuner, name), message
-    if not (tuner.is_safetunes or tuner.is_single):
-        yield from _in_place(tuner, passed)
     yield from _twice(tuner)
-    yield from _too_large(tuner)
 
 
 def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
@@ -114,9 +101,7 @@ def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
 def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
     """Whether the argument that is made of a key name is a tensor, which cannot be in a key."""
     made = re.search(r"(\w+), which the key lacks", report.reason)
-    if report.kind is not NameKind.STAND_IN or made is None:
-        return False
-    return made[1] in tuner.accesses.loaded | tuner.accesses.stored
+    return report.kind is NameKind.STAND_IN and made is not None and made[1] in tuner.tensors
 
 
 def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
@@ -132,11 +117,9 @@ def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
 
 def _in_key(tuner: Tuner, name: str) -> ast.AST:
     """Return where the decorator writes a key name; the decorator, where it does not."""
-    given = [k.value for k in tuner.decorator.keywords if k.arg == "key"]
-    for part in [*given, *tuner.decorator.args[1:2]]:
-        for node in ast.walk(part):
-            if isinstance(node, ast.Constant) and node.value == name:
-                return node
+    for node in walk(tuner.option("key", 1) or ast.Pass()):
+        if isinstance(node, ast.Constant) and node.value == name:
+            return node
     return tuner.decorator
 
 
@@ -144,28 +127,14 @@ def _parameter(tuner: Tuner, name: str) -> ast.AST:
     return arguments(tuner.function).get(name, tuner.function)
 
 
-def _missing(tuner: Tuner, report: KeyReport, missing: Sequence[str], passed: Passed) -> _Found:
-    key = [name.name for name in report.names if name.kind is not NameKind.UNKNOWN]
-    found = {name: passed.difference(name, key) for name in missing}
-    # Triton's key has the dtypes of the arguments that are given: they show whether an optional
-    # tensor is there, and whether it is one of integers or of numbers.
-    optional = {each.optional for each in found.values() if each and each.optional}
-    integers = {name for name in optional if INTEGERS.search(name)}
-    tensors = tuner.accesses.loaded | tuner.accesses.stored if any(found.values()) else ()
-    for name, difference in found.items():
-        if difference is None:
-            continue
-        alike = integers if difference.optional in integers else optional - integers
-        if difference.optional and len(alike) < 2:
-            continue
-        rule = "flag" if difference.boolean else "constexpr"
-        if rule == "flag" and not difference.optional and passed.is_told(name, tensors):
-            continue
+def _flag(tuner: Tuner, name: str, key: list[str], passed: Passed) -> _Found:
+    differing = passed.flag(name, key)
+    if differing and not passed.is_told(name, tuner.tensors, key):
         message = (
-            f"{rule} {name} is read and not in the key, and launches pass {difference.text}: calls "
+            f"flag {name} is read and not in the key, and launches pass {differing}: calls "
             f"that differ in it share one config; add {name} to the key"
         )
-        yield rule, _parameter(tuner, name), message
+        yield "flag", _parameter(tuner, name), message
 
 
 def _lengths(facts: KernelFacts, passed: Passed) -> Iterator[tuple[str, str]]:
@@ -179,50 +148,9 @@ def _lengths(facts: KernelFacts, passed: Passed) -> Iterator[tuple[str, str]]:
             )
 
 
-def _in_place(tuner: Tuner, passed: Passed) -> _Found:
-    restored, zeroed = tuner.names("restore_value"), tuner.names("reset_to_zero")
-    if restored is None or zeroed is None or tuner.options.get("pre_hook") is not None:
-        return
-    if any(config.pre_hook is not None for config in tuner.written):
-        return
-    handled = {*restored, *zeroed}
-    accesses = tuner.accesses
-    found = {name: f"the kernel {how}" for name, how in accesses.updated.items()}
-    same = [*passed.same(accesses.loaded, accesses.stored)]
-    for stored, loaded, location in same if same and not same_again(tuner.function) else ():
-        how = f"the kernel stores to it, and {location} passes the same tensor as {loaded}"
-        found.setdefault(stored, how)
-    for name, how in found.items():
-        if name not in handled:
-            remedy = f'restore_value=["{name}"]'
-            message = f"argument {name}: {how}, so each timed launch changes it; add {remedy}"
-            yield "in-place", _parameter(tuner, name), message
-
-
 def _twice(tuner: Tuner) -> _Found:
     seen: set[Any] = set()
-    for config in tuner.written if tuner.configs.complete else ():
-        identity = config.identity
-        if identity is not None and identity in seen:
-            yield "twice", _config_place(tuner, config), f"config {config} is listed twice"
-        seen.add(identity)
-
-
-def _too_large(tuner: Tuner) -> _Found:
-    if not tuner.configs.complete or len(tuner.written) < len(tuner.configs):
-        return
-    loops = looped_tiles(tuner.function)
-    needed = [least_shared_memory(loops, config) for config in tuner.written]
-    if min(needed, default=0) > SMALLEST:
-        message = (
-            f"every config needs at least {min(needed):,} bytes of shared memory with elements of "
-            f"two bytes; an RTX 3090, 4090 or 5090 has {SMALLEST:,}, the least of the supported "
-            "GPUs: add a smaller config"
-        )
-        yield "too-large", tuner.decorator, message
-
-
-def _config_place(tuner: Tuner, config: WrittenConfig) -> ast.AST:
-    """Return the config's call, where the decorator writes it; else the decorator."""
-    inside = any(node is config.node for node in ast.walk(tuner.decorator))
-    return config.node if inside else tuner.decorator
+    for config in tuner.written if tuner.configs else ():
+        if config.identity is not None and config.identity in seen:
+            yield "twice", tuner.decorator, f"config {config} is listed twice"
+        seen.add(config.identity)

@@ -9,24 +9,34 @@ from typing import Any
 
 from safetune import forks
 from safetune.frozen import dataclass
-from safetune.keys.effects import Accesses, accesses_of
 from safetune.keys.key_names import KernelFacts
-from safetune.keys.source_text import children, dotted, last_name, walk
+from safetune.keys.launch_usage import bindings
+from safetune.keys.run_order import bind
+from safetune.keys.source_text import children, dotted, last_name, parameters, walk
 from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, WrittenLayer
 from safetune.keys.written_key import WrittenKey, buckets_of
-from safetune.lint.frames import File, Frame
-from safetune.lint.interpret import base_of, decorated, run_around, value_of, values_passed
-from safetune.lint.values import UNKNOWN, Items, WrittenConfig
+from safetune.lint.names import (
+    UNKNOWN,
+    File,
+    Scope,
+    WrittenConfig,
+    base_of,
+    config_of,
+    decorated,
+    value_of,
+)
 
 #: What a file with a tuner has in its text.
 MENTION = re.compile(r"autotune|safetune|\bconfigs\s*=")
 
 _NAMES = frozenset({"autotune", "safetune"})
-_POSITIONS = ("configs", "key", "prune_configs_by", "reset_to_zero", "restore_value")
 _KERNELS = (WrittenFunction, WrittenHeuristics, WrittenLayer)
 
 #: The roots of decorators named `jit` that are not Triton's.
 _OTHER_JITS = frozenset({"jax", "numba", "tilelang", "torch"})
+
+#: Functions whose first argument points to memory, and those that return such a pointer.
+_ACCESSES = frozenset({"load", "store", "atomic_add", "make_block_ptr", "make_tensor_descriptor"})
 
 
 @dataclass(frozen=True)
@@ -34,122 +44,187 @@ class Tuner:
     """A tuner and its kernel, as written."""
 
     file: File
-    frame: Frame
+    scope: Scope
     decorator: ast.Call
     function: ast.FunctionDef
     kernel: Any  # below the tuner
-    configs: Items
-    options: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         """The kernel's name."""
         return self.function.name
 
-    @property
-    def is_safetunes(self) -> bool:
-        """Whether safetune's own decorator is written."""
-        owner = dotted(self.decorator.func)
-        return "safetune" in owner or getattr(self.frame.get(owner), "__name__", "") == "safetune"
+    def option(self, name: str, position: int = 99) -> ast.expr | None:
+        """Return the decorator's argument for an option."""
+        by_name = {keyword.arg: keyword.value for keyword in self.decorator.keywords}
+        by_position = self.decorator.args[position : position + 1]
+        return by_name.get(name) or next(iter(by_position), None)
+
+    def _value(self, name: str, position: int = 99) -> Any:
+        node = self.option(name, position)
+        return None if node is None else value_of(node, self.scope)
 
     @forks.cached_property
-    def accesses(self) -> Accesses:
-        """The parameters that the kernel loads from and stores to."""
-        return accesses_of(self.kernel)
+    def configs(self) -> list[Any] | None:
+        """The configs; None where the text does not tell all of them."""
+        value = self._value("configs", 0)
+        return value if isinstance(value, list) else None
 
     @property
     def is_single(self) -> bool:
         """Whether there is one config: it is launched as it is, and nothing is timed."""
-        return self.configs.complete and len(self.configs) == 1
+        return self.configs is not None and len(self.configs) == 1
 
-    @property
+    @forks.cached_property
     def written(self) -> list[WrittenConfig]:
-        """The configs that the text tells."""
-        return [config for config in self.configs if isinstance(config, WrittenConfig)]
+        """The configs; where the text does not tell all of them, those that it mentions."""
+        found = self.configs or _mentioned(self.option("configs", 0), self.scope)
+        return [config for config in found if isinstance(config, WrittenConfig)]
 
-    def names(self, option: str) -> tuple[str, ...] | None:
-        """Return the names in an option such as `restore_value`; None where they are not known."""
-        value = self.options.get(option)
-        if value is None:
-            return ()
-        if not isinstance(value, (Items, dict)) or not getattr(value, "complete", True):
-            return None
-        return tuple(value) if all(isinstance(name, str) for name in value) else None
+    @forks.cached_property
+    def tensors(self) -> set[str]:
+        """The parameters that the kernel loads from and stores to."""
+        return _tensors_in(self.function, self.scope, frozenset())
+
+    def names(self, option: str, position: int = 99) -> tuple[str, ...] | None:
+        """Return the names in an option such as `key`; None where they are not known."""
+        value = self._value(option, position) or []
+        if isinstance(value, (list, dict)) and all(isinstance(name, str) for name in value):
+            return tuple(dict.fromkeys(value))
+        return None
 
     def key(self) -> WrittenKey | None:
         """Return the key as written; None where the text does not tell it."""
-        if self.options.get("key") == "auto":
-            return WrittenKey(None)
-        names, keep = self.names("key"), self.names("keep")
+        names, keep = self.names("key", 1), self.names("keep")
         if names is None or keep is None:
             return None
-        given = self.options.get("key")
+        given = self._value("key", 1)
         written = {n: f for n, f in given.items() if callable(f)} if isinstance(given, dict) else {}
         buckets = buckets_of(self.name, written)
-        return WrittenKey(tuple(dict.fromkeys(names)), keep, tuple(buckets), buckets)
+        return WrittenKey(names, keep, tuple(buckets), buckets)
 
     def facts(self) -> KernelFacts:
-        """Return what is known of the kernel."""
-        prune = self.options.get("prune_configs_by")
-        callbacks = {name: self.options.get(name) for name in ("pre_hook", "post_hook")}
-        known = {"prune_configs_by": prune if isinstance(prune, Mapping) else None}
-        if prune is not None and not known["prune_configs_by"]:
-            known["prune_configs_by"] = {"perf_model": UNKNOWN}  # it may read anything
-        return KernelFacts(self.kernel, self.written, {**known, **callbacks})
+        """Return the known facts of the kernel."""
+        callbacks = {name: self._value(name) for name in ("pre_hook", "post_hook")}
+        prune = self._value("prune_configs_by", 2)
+        if prune is not None and not (isinstance(prune, Mapping) and prune):
+            prune = {"perf_model": UNKNOWN}  # it may read anything
+        return KernelFacts(self.kernel, self.written, {**callbacks, "prune_configs_by": prune})
+
+
+def _mentioned(node: ast.AST | None, scope: Scope) -> Iterator[WrittenConfig]:
+    """Yield each config in an expression, and in the lists and functions that it names."""
+    pending, seen = [(node or ast.Pass(), scope)], set[str]()
+    while pending:
+        node, scope = pending.pop()
+        for part in walk(node):
+            if isinstance(part, ast.Call) and last_name(part.func) == "Config":
+                yield config_of(part, scope)
+            elif isinstance(part, (ast.Name, ast.Attribute)) and dotted(part) not in seen:
+                seen.add(dotted(part))
+                value = value_of(part, scope)
+                if isinstance(value, list):
+                    yield from value
+                elif hasattr(value, "text"):
+                    function, around = value.text
+                    pending.append((function, around.inside(function)))
+                elif isinstance(part, ast.Name):
+                    bound = bindings(part.id, (scope.node, scope.file.tree))
+                    pending += [(each, scope) for each in bound if isinstance(each, ast.expr)]
+
+
+def _tensors_in(function: ast.FunctionDef, scope: Scope, around: frozenset[str]) -> set[str]:
+    """Return the parameters that pointers to memory begin with, also in the functions called."""
+    tensors: set[str] = set()
+    for call in walk(function):
+        if not isinstance(call, ast.Call):
+            continue
+        callee = base_of(value_of(call.func, scope))
+        pointers: list[ast.expr] = []
+        if isinstance(callee, ast.FunctionDef) and callee.name not in around:
+            names = _tensors_in(callee, scope, around | {function.name})
+            pointers = [value for name, value in bind(call, parameters(callee)) if name in names]
+        elif last_name(call.func) in _ACCESSES:
+            pointers = _pointers_of(call)
+        for pointer in pointers:
+            tensors |= _starts(pointer, function, frozenset())
+    return tensors
+
+
+def _pointers_of(call: ast.Call) -> list[ast.expr]:
+    """Return the pointer of a call of Triton's: its first argument, or a method's owner."""
+    owners = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    return [
+        *owners,
+        *call.args[:1],
+        *(k.value for k in call.keywords if k.arg in ("base", "pointer")),
+    ]
+
+
+def _starts(node: ast.AST, function: ast.FunctionDef, seen: frozenset[str]) -> set[str]:
+    """Return the parameters at the start of a pointer expression; the rest are offsets."""
+    match node:
+        case ast.Name(id=name) if name not in seen:
+            if name in parameters(function):
+                return {name}
+            values = (each for each in bindings(name, (function,)) if each)
+            return set().union(*(_starts(each, function, seen | {name}) for each in values))
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            return _starts(left, function, seen) or _starts(right, function, seen)
+        case ast.IfExp(body=body, orelse=other):
+            return _starts(body, function, seen) | _starts(other, function, seen)
+        case ast.Call():
+            return set().union(*(_starts(p, function, seen) for p in _pointers_of(node)))
+    return set()
 
 
 def tuners_in(file: File) -> Iterator[Tuner]:
     """Yield the tuners in a file, in the order of its lines."""
-    tree = file.tree
-    if any(isinstance(node, ast.Call) and _is_tuner(node) for node in walk(tree)):
-        yield from _below(tree, file.frame)
-
-
-def _below(node: ast.AST, frame: Frame) -> Iterator[Tuner]:
-    for child in children(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _of_function(child, frame)
-            if MENTION.search("".join(frame.file.lines[child.lineno : child.end_lineno])):
-                yield from _below(child, run_around(child, frame))
-            continue
-        if isinstance(child, ast.Call) and (tuner := _of_call(child, frame)):
+    if not any(isinstance(node, ast.Call) and _is_tuner(node) for node in walk(file.tree)):
+        return
+    pending: list[tuple[ast.AST, Scope]] = [(file.tree, file.scope)]
+    while pending:
+        node, scope = pending.pop()
+        if isinstance(node, ast.Call) and (tuner := _of_call(node, scope)):
             yield tuner
-        yield from _below(child, frame)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _of_function(node, scope)
+            if not MENTION.search("".join(scope.file.lines[node.lineno : node.end_lineno])):
+                continue
+            scope = Scope(file, node, scope)
+        pending += [(child, scope) for child in reversed(children(node))]
 
 
-def _of_function(node: Any, frame: Frame) -> Iterator[Tuner]:
+def _of_function(node: Any, scope: Scope) -> Iterator[Tuner]:
     for position, decorator in enumerate(node.decorator_list):
-        call = _written_call(decorator, frame)
+        call = _written_call(decorator, scope)
         if call is None or not _is_tuner(call) or _is_another_language(node):
             continue
-        kernel = decorated(node, frame, position + 1)
+        kernel = decorated(node, scope, position + 1)
         if isinstance(kernel, _KERNELS):
-            yield _tuner(call, node, kernel, frame)
+            yield Tuner(scope.file, scope, call, node, kernel)
 
 
-def _of_call(node: ast.Call, frame: Frame) -> Tuner | None:
+def _of_call(node: ast.Call, scope: Scope) -> Tuner | None:
     """Return the tuner that `triton.autotune(...)(kernel)` makes."""
-    call = _written_call(node.func, frame)
+    call = _written_call(node.func, scope)
     if call is None or not _is_tuner(call) or not node.args:
         return None
-    kernel = value_of(node.args[0], frame)
+    kernel = value_of(node.args[0], scope)
     if isinstance(kernel, WrittenLayer):  # `kernel = tuner(kernel)`: the name is of the tuner now
         kernel = kernel.fn
-    if not isinstance(kernel, _KERNELS):
+    function = base_of(kernel)
+    if not isinstance(kernel, _KERNELS) or not isinstance(function, ast.FunctionDef):
         return None
-    return _tuner(call, base_of(kernel), kernel, frame)
+    return Tuner(scope.file, scope, call, function, kernel)
 
 
-def _written_call(decorator: ast.expr, frame: Frame) -> ast.Call | None:
+def _written_call(decorator: ast.expr, scope: Scope) -> ast.Call | None:
     """Return a decorator's call, also where a name of the module stands for it."""
-    if isinstance(decorator, ast.Call):
-        return decorator
+    values: list[Any] = [decorator]
     if isinstance(decorator, ast.Name):
-        for statement in frame.file.tree.body:
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=decorator.id)], value=ast.Call() as call):
-                    return call
-    return None
+        values = bindings(decorator.id, (scope.file.tree,))
+    return next((each for each in values if isinstance(each, ast.Call)), None)
 
 
 def _is_tuner(call: ast.Call) -> bool:
@@ -162,12 +237,3 @@ def _is_tuner(call: ast.Call) -> bool:
 def _is_another_language(node: ast.FunctionDef) -> bool:
     calls = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
     return any(dotted(call).partition(".")[0] in _OTHER_JITS for call in calls)
-
-
-def _tuner(call: ast.Call, node: ast.FunctionDef, kernel: Any, frame: Frame) -> Tuner:
-    args, keywords = values_passed(call, frame)
-    options: dict[str, Any] = {**dict(zip(_POSITIONS, args, strict=False)), **keywords}
-    configs = options.pop("configs", None)
-    if not isinstance(configs, Items):
-        configs = Items((), complete=False)
-    return Tuner(frame.file, frame, call, node, kernel, configs, options)

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import field, replace
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -27,7 +27,7 @@ from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers, system_errors
 from safetune.launch.key_state import Reason
 from safetune.messages import logger
-from safetune.miss import candidates, reporting, retry
+from safetune.miss import candidates, failures, reporting
 from safetune.outcome import Mark, Outcome, OutputReport
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench, Ready
@@ -64,6 +64,7 @@ class Job:
     hold: bool  # keep the choice back until `sync`
     report: Callable[[TuningRequest, TuningResult], None]
     size: int  # the bytes of the copied inputs
+    kind: Any  # of the call: see `failures.kind_of`
     #: Set when the tuning has ended, with or without a choice.
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -78,9 +79,7 @@ class BackgroundBench(LaunchBench):
         with system_errors():
             super().__init__(request)
         # A queued call keeps none of the caller's tensors, and no process.
-        self.request = self._request = replace(
-            request, call=replace(request.call, args=(), kwargs={}, grid=None)
-        )
+        self.request = self._request = request.without_arguments
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -146,14 +145,15 @@ def tune_meanwhile(
         return state.set_fallback(config)
     if not _worker.has_room(size, limit):
         logger.info("%s is queued later: other copied inputs wait", request.key.kernel.name)
-        return state.set_fallback(config, retry.Retry(call.index))
+        return state.set_fallback(config, failures.Retry(call.index))
     try:
         bench = BackgroundBench(request)
     except (KernelNotTransferable, WorkerUnavailable) as error:
-        return retry.fall_back(state, request, config, error)
+        return failures.fall_back(state, request, config, error)
     state.set_fallback(config)
     hold = settings.world_size > 1
-    _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size))
+    kind = failures.kind_of(call.args, call.kwargs)
+    _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size, kind))
     return config
 
 
@@ -254,15 +254,12 @@ def _tune(job: Job) -> None:
         with reporting.observing(request, job.store, quiet=True) as tally:
             budget = WaitBudget(check=_worker.check)
             result = tune(request, job.store, tally, bench=job.bench, wait_budget=budget)
-    except NoWorkingConfig as error:
-        if not error.transient:
-            logger.warning("%s", error)
-            return
-        retry.fall_back(job.state, request, job.fallback, error)
+    except NoWorkingConfig as error:  # a later call may differ, or be corrected
+        failures.fall_back(job.state, request, job.fallback, error, job.kind)
     except (KernelNotTransferable, WorkerUnavailable) as error:
         if _worker.stopping:
             raise Stopped from error
-        retry.fall_back(job.state, request, job.fallback, error)
+        failures.fall_back(job.state, request, job.fallback, error, job.kind)
     else:
         if job.hold:
             job.state.held = result.choice

@@ -17,13 +17,16 @@ from safetune.config import config_text
 from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import describe_call
+from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
 from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
+from safetune.tuning import requests
 from safetune.tuning.neighbours import comparable, distance, pairs_of
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
+    from safetune.launch.key_state import KeyState
     from safetune.store.lookup import Lookup
     from safetune.store.records import RelatedChoice
 
@@ -91,7 +94,7 @@ def ranked(
     are choices of the same kernel on the same device.
     """
     times = {  # those that the choice was not made among come last
-        c: (o.marked(Mark.OUTVOTED), o.timing.median_ms)
+        c: (o.marked(Mark.OUTVOTED) or o.marked(Mark.NOT_REPEATABLE), o.timing.median_ms)
         for c, o in outcomes
         if o.ok and o.timing is not None
     }
@@ -116,7 +119,7 @@ def ranked(
 
 
 def first_config(request: TuningRequest) -> Substitute:
-    """Return the first config, for a key of which nothing is known, or every config has failed."""
+    """Return the first config, for a key without any outcome, or with failures only."""
     return Substitute(request.configs[0], "the first config")
 
 
@@ -163,13 +166,26 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
 
 
 def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
-    """Return the latest stored outcome of each config of a request.
+    """Return the latest stored outcome of each config of a request that holds for its call.
 
     A config that ran and was not judged is as one that was never tried: it may work.
     """
-    configs = request.by_digest
     return [
-        (configs[digest], outcome)
-        for digest, outcome in store.outcomes(request.key.digest).items()
-        if digest in configs and outcome.verdict is not Verdict.NOT_JUDGED
+        (request.configs[index], outcome)
+        for index, outcome in requests.known_outcomes(request, store).items()
+        if outcome.verdict is not Verdict.NOT_JUDGED
     ]
+
+
+def replace_failed(state: KeyState, request: TuningRequest, store: Store, config: Config) -> None:
+    """Launch the next best for calls of the specialisation of a request, as its config fails."""
+    other = next(best_first(request, store, measured_first=True), None)
+    if other is None or other is config:
+        return
+    call, options = request.call, config.all_kwargs()
+    args, kwargs = call.pinned()
+    named = {**named_arguments(call.arg_names, args, kwargs), **options}
+    values = heuristic_values(call.kernel, named)[1]
+    special = specialisation(call.kernel, call.arg_names, {**named, **values})
+    state.reject(special, config)
+    state.substitute(special, other)

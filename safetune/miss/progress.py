@@ -1,49 +1,99 @@
-"""The live line of a tuning on a terminal."""
+"""The line that says how far something is, on a terminal and in a notebook."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from safetune import forks
 from safetune.keys.encoding import visible
+from safetune.miss.how_far import DELAY_S, HowFar, repeated
 
-#: Seconds before a tuning shows its line; shorter tunings show nothing.
-DELAY_S = 2.0
+#: Where the line has less room, a time of its own kind goes without its name.
+_NARROW = 80
+
+_LEAST_NAME = 8
+_REFRESH_S = 0.5
 
 _showing = forks.lock()
 
 
-@contextlib.contextmanager
-def late_line(text: Callable[[], str]) -> Iterator[None]:
-    """Show a line for a tuning that takes longer than `DELAY_S`, and remove it at the end.
-
-    One at a time in a process. The output of the caller's program is not changed.
+class Bar(Progress):
+    """A line for something: its parts beside a bar. What does not fit is cut at the end.
 
     Args:
-        text: returns what to show at the moment; it is cut where it is longer than the terminal.
+        how_far: says how far it is at the moment; None while there is nothing to show.
     """
-    live = Live(
-        get_renderable=lambda: Text(visible(text()), no_wrap=True, overflow="ellipsis"),
+
+    def __init__(self, how_far: Callable[[], HowFar | None], **options: Any) -> None:
+        self._how_far: Callable[[], HowFar | None] = lambda: None
+        width = options["console"].width
+        texts = (_text(name) for name in ("count", "failed", "best", "times"))
+        bar = BarColumn(bar_width=_bar_width(width))
+        super().__init__(_text("name"), bar, *texts, _text("rest", ratio=1), expand=True, **options)
+        self._task = self.add_task("", total=None, **_shown(HowFar(), width))
+        self._how_far = how_far
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the line as it is now."""
+        far = self._how_far()
+        if far is not None:
+            fields = _shown(far, self.console.width)
+            self.update(self._task, completed=far.done, total=far.total, **fields)
+            yield from super().get_renderables()
+
+
+def _text(name: str, ratio: int | None = None) -> TextColumn:
+    column = Column(no_wrap=True, overflow="ellipsis", ratio=ratio)
+    return TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=column)
+
+
+def _bar_width(width: int) -> int:
+    return max(6, width // 8)
+
+
+def _shown(far: HowFar, width: int) -> dict[str, Any]:
+    """Return the texts of a line; the name is cut to leave room for how far it is."""
+    texts = {name: getattr(far, name) for name in ("count", "failed", "best", "times", "rest")}
+    if width < _NARROW:
+        texts["best"] = texts["best"].removeprefix("best ")
+    taken = sum(len(texts[name]) + 1 for name in ("count", "failed", "best", "times"))
+    room = max(_LEAST_NAME, width - taken - _bar_width(width) - 3)
+    name = far.name if len(far.name) <= room else f"{far.name[: room - 1]}…"
+    return {part: visible(text) for part, text in {"name": name, **texts}.items()}
+
+
+@contextlib.contextmanager
+def moving_line(how_far: Callable[[], HowFar | None], of_command: bool) -> Iterator[None]:
+    """Show a line for as long as this is entered, and remove it at the end; one in a process.
+
+    Args:
+        of_command: show it at once, and above it what else is printed. The output of a program is
+            not changed.
+    """
+    bar = Bar(
+        how_far,
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
+        redirect_stdout=of_command,
+        redirect_stderr=of_command,
     )
     at_end = contextlib.ExitStack()
 
     def show() -> None:
         if _showing.acquire(blocking=False):
             at_end.callback(_showing.release)
-            at_end.callback(live.stop)
-            live.start()
+            at_end.callback(bar.stop)
+            bar.start()
 
-    timer = threading.Timer(DELAY_S, show)
+    timer = threading.Timer(0.0 if of_command else DELAY_S, show)
     timer.name, timer.daemon = "safetune-progress", True
     timer.start()
     try:
@@ -58,3 +108,33 @@ def can_move_cursor() -> bool:
     """Return whether standard error, which is a terminal, can show the line."""
     console = Console(stderr=True)
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+
+
+@contextlib.contextmanager
+def in_notebook(how_far: Callable[[], HowFar | None]) -> Iterator[None]:
+    """Show a bar below the cell that runs, after a while, and remove it at the end."""
+    from IPython.display import display
+
+    handles: list[Any] = []
+
+    def show() -> None:
+        far = how_far()
+        if far is None:
+            return
+        if handles:
+            handles[0].update(_page_of(far), raw=True)
+        else:
+            handles.append(display(_page_of(far), raw=True, display_id=True))  # type: ignore[no-untyped-call]
+
+    try:
+        with repeated(show, DELAY_S, _REFRESH_S):
+            yield
+    finally:
+        for handle in handles:
+            handle.update({"text/html": "", "text/plain": ""}, raw=True)
+
+
+def _page_of(far: HowFar) -> dict[str, str]:
+    text = visible(str(far))
+    bar = f'<progress value="{far.done}" max="{far.total}"></progress>'
+    return {"text/html": f"{bar} <code>{html.escape(text)}</code>", "text/plain": text}

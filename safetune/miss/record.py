@@ -1,6 +1,7 @@
 """`SAFETUNE_MODE=record`: a call of each key is stored, to be tuned offline and to be counted.
 
-Shapes and values are stored; of tensors only integers are read, once for each key of a process. A
+Shapes and plain values are stored. Of tensors only integers are read, once for each key of a
+process, for the lengths between offsets and the range of others. A
 store keeps one call for each key. A failure here is a line in the log, never an error.
 """
 
@@ -9,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from dataclasses import replace
 from typing import Any
 
 from safetune.config import config_digest
-from safetune.errors import KernelNotTransferable, from_signal_handler
+from safetune.errors import KernelNotTransferable
 from safetune.inputs import call_description
 from safetune.inputs.call import grid_of
 from safetune.keys import encoding
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
+from safetune.keys.written_key import kept_names
 from safetune.messages import logger
-from safetune.settings import Settings
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, RecordedCall
 from safetune.tuning.requests import TuningRequest
@@ -28,6 +30,8 @@ TRACED = (
     "torch.compile shows neither its grid nor its tensors' shapes: call safetune.prepare before "
     "you compile, or tune a workload of the kernel"
 )
+
+_ONLY_COUNTED = "is counted, but `safetune tune --recorded` cannot make it again"
 
 #: A call takes some hundred bytes per argument and per config.
 _MOST_BYTES = 1 << 20
@@ -53,30 +57,32 @@ def remember(
             created=time.time(),
         )
         if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
-            raise ValueError(f"its description takes over {_MOST_BYTES >> 20} MiB")
+            problem = f"its description takes over {_MOST_BYTES >> 20} MiB"
+            _log_once(call.name, problem, _ONLY_COUNTED)
+            call = replace(call, arguments=_arguments(request, problem, captured))
         store.put_key(KeyRecord.of(request.key))
         if store.put_call(call):
             logger.info("%s is recorded for %s", call.name, request.key)
     except Exception as error:
-        if from_signal_handler(error):
-            raise
         _log_once(request.key.kernel.name, f"{type(error).__name__}: {error}")
 
 
 def _arguments(request: TuningRequest, problem: str, captured: bool) -> dict[str, Any]:
     """Return the call as JSON data, or why it cannot be rebuilt from such data."""
-    facts = {
+    facts: dict[str, Any] = {
         "kernel": request.key.kernel.digest,
         "call": request.key.record(),
         "declared": request.declared,
     }
+    if names := kept_names(base_function(request.call.kernel)[1]):
+        facts["keep"] = names
     if problem:
         return {**facts, "problem": problem, "configs": list(request.by_digest)}
-    values = Settings.current().record_values
     try:
-        described = call_description.describe(request.call, values, read=not captured)
+        described = call_description.describe(request.call, read=not captured)
         return {**facts, **described, "grids": _grids(request)}
     except KernelNotTransferable as error:
+        _log_once(request.key.kernel.name, str(error), _ONLY_COUNTED)
         return _arguments(request, str(error), captured)
 
 
@@ -91,5 +97,5 @@ def _grids(request: TuningRequest) -> dict[str, list[int]]:
 
 
 @functools.cache
-def _log_once(kernel: str, reason: str) -> None:
-    logger.warning("a call of %s is not recorded: %s", kernel, reason)
+def _log_once(kernel: str, reason: str, what: str = "is not recorded") -> None:
+    logger.warning("a call of %s %s: %s", kernel, what, reason)

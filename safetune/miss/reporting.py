@@ -1,27 +1,48 @@
-"""Reports of a tuning: Triton's attributes, listener and print knob, log, terminal, warnings."""
+"""Reports of a tuning, and of a key without a choice: Triton's attributes, listener and print knob,
+log, terminal, warnings.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
+import os
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from triton import knobs
 
 from safetune.config import config_text
-from safetune.errors import DisputeWarning, TuningWarning
-from safetune.messages import EVERY_S, FIRST_S, is_first_of_node, logger, tell, warn, warn_once
-from safetune.outcome import VIOLENT, Verdict, duration
+from safetune.errors import DisputeWarning, MissError, TuningWarning
+from safetune.keys.encoding import visible
+from safetune.keys.identity import base_function
+from safetune.messages import (
+    EVERY_S,
+    FIRST_S,
+    counted,
+    is_first_of_node,
+    logger,
+    notebook,
+    tell,
+    warn,
+    warn_once,
+)
+from safetune.miss.how_far import DELAY_S, HowFar, repeated, seconds_left
+from safetune.outcome import BUGS, VIOLENT, Mark, Verdict, duration
+from safetune.settings import MissPolicy, Mode, Settings
 
 if TYPE_CHECKING:
+    from triton.runtime.autotuner import Config
+
     from safetune.keys.tuning_key import TuningKey
-    from safetune.miss.tuner import Tuner
+    from safetune.launch.call_shape import Tuner
+    from safetune.outcome import Outcome
     from safetune.store.local.store import Store
     from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
 
@@ -48,6 +69,7 @@ class Tally:
         done, total: configs tried in this tuning, and to be tried.
         failed: the number of configs that failed.
         best_ms: the best time so far; infinite before the first.
+        first_ms: the time of the first declared config; infinite before it has one.
         waits_for: the process that this one waits for, as text.
     """
 
@@ -61,18 +83,21 @@ class Tally:
         self.observers: list[Observer] = []
         self.begun = clock()
         self.done, self.total = 0, len(request.configs)
-        self.best_ms = math.inf
+        self.best_ms = self.first_ms = math.inf
         self.waits_for = self._step = ""
         self._failed: set[str] = set()
 
     def __call__(self, step: Progress) -> None:
         """Count a step, and pass it on."""
-        self.done, self.total = step.done, step.total
+        self.total = step.total
+        self.done = min(step.done, step.total)  # the final counts its configs again
         self._step = step.doing
         if step.outcome is not None and not step.outcome.ok:
             self._failed.add(step.text)
         if step.outcome is not None and step.outcome.timing is not None:
             self.best_ms = min(self.best_ms, step.outcome.timing.median_ms)
+            if step.config is self.request.configs[0]:
+                self.first_ms = step.outcome.timing.median_ms
         for observe in self.observers:
             observe(step)
 
@@ -90,10 +115,21 @@ class Tally:
         """What changes whenever something happens in it."""
         return id(self), self.done, self._step, self._phases and self._phases.entered
 
-    @property
-    def seconds(self) -> float:
-        """The time since it began."""
-        return self._clock() - self.begun
+    def how_far(self) -> HowFar:
+        """Return how far the tuning of a launch is."""
+        seconds, key = self._clock() - self.begun, self.request.key
+        return HowFar(
+            key.kernel.name,
+            self.done,
+            self.total,
+            self.failed,
+            self.best_ms,
+            self.first_ms,
+            seconds,
+            seconds_left(seconds, self.done, self.total),
+            str(key),
+            self.doing,
+        )
 
     @property
     def doing(self) -> str:
@@ -103,34 +139,24 @@ class Tally:
         return _DOING.get(self._phases.name if self._phases else "", "") or self._step
 
 
-_tunings, _failed, _adopted = itertools.count(1), itertools.count(1), itertools.count(1)
-_tunings_begun = _tunings_failed = _tunings_adopted = 0
+class Tunings:
+    """How many tunings this process has begun, and how they have ended.
+
+    Attributes:
+        failed: with an exception, and so without a choice.
+        adopted: with the choice of another process; nothing was measured.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.failed = self.adopted = 0
+
+    @property
+    def made(self) -> int:
+        """Those that are under way, or have ended with a choice of their own."""
+        return self.begun - self.failed - self.adopted
 
 
-def count_tuning() -> None:
-    """Count a tuning that begins."""
-    global _tunings_begun
-    _tunings_begun = next(_tunings)
-
-
-def tunings_begun() -> int:
-    """Return the number of tunings that this process has begun."""
-    return _tunings_begun
-
-
-def tunings_failed() -> int:
-    """Return how many of them have ended with an exception, and so without a choice."""
-    return _tunings_failed
-
-
-def tunings_adopted() -> int:
-    """Return how many of them have ended with the choice of another process, and tuned nothing."""
-    return _tunings_adopted
-
-
-def tunings_made() -> int:
-    """Return how many of them are under way, or have ended with a choice of their own."""
-    return _tunings_begun - _tunings_failed - _tunings_adopted
+tunings = Tunings()
 
 
 @contextlib.contextmanager
@@ -142,15 +168,14 @@ def observing(
     It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output. Otherwise it shows a
     live line on a terminal, and lines now and then elsewhere, unless `quiet`.
     """
-    count_tuning()
+    tunings.begun += 1
     tally = Tally(request, phases)
     tally.observers.append(log_config)
     try:
         with contextlib.nullcontext() if quiet else _shown(tally):
             yield tally
     except BaseException as error:
-        global _tunings_failed
-        _tunings_failed = next(_failed)
+        tunings.failed += 1
         if isinstance(error, KeyboardInterrupt) and not tally.waits_for:
             tell(_interrupted(tally, store))
         raise
@@ -160,49 +185,40 @@ def _shown(tally: Tally) -> contextlib.AbstractContextManager[None]:
     if knobs.autotuning.print:
         tally.observers.append(print_config)
         return contextlib.nullcontext()
+    return showing(tally.how_far)
+
+
+def showing(
+    how_far: Callable[[], HowFar | None],
+    of_command: bool = False,
+    ended: threading.Event | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Show how far something is for as long as this is entered: one process of a node.
+
+    On a terminal and in a notebook a bar moves. Elsewhere there is a line after `FIRST_S` and then
+    every `EVERY_S`.
+
+    Args:
+        how_far: says it; nothing is shown where it returns None.
+        of_command: the process prints only what safetune prints.
+    """
     if not logger.isEnabledFor(logging.WARNING):
         return contextlib.nullcontext()
-    if _is_terminal(sys.stderr):
+    if _is_watched():
         from safetune.miss import progress  # imports rich
 
+        if not is_first_of_node():
+            return contextlib.nullcontext()
+        if notebook() is not None:
+            return progress.in_notebook(how_far)
         if progress.can_move_cursor():
-            first = is_first_of_node()
-            return progress.late_line(lambda: how_far(tally)) if first else contextlib.nullcontext()
-    return lines(tally)
+            return progress.moving_line(how_far, of_command)
 
+    def tell_how_far() -> None:
+        if is_first_of_node() and (far := how_far()) is not None:
+            tell(visible(f"tuning {far}"))
 
-@contextlib.contextmanager
-def lines(tally: Tally, ended: threading.Event | None = None) -> Iterator[None]:
-    """Tell how far a tuning is after `FIRST_S`, and then every `EVERY_S`: one process of a node."""
-    ended = ended or threading.Event()
-
-    def tell_now_and_then() -> None:
-        for pause_s in itertools.chain([FIRST_S], itertools.repeat(EVERY_S)):
-            if ended.wait(pause_s) or not is_first_of_node():
-                return
-            tell(how_far(tally))
-
-    thread = threading.Thread(target=tell_now_and_then, name="safetune-progress", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the process cannot start another thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def how_far(tally: Tally) -> str:
-    """Return how far a tuning is, as a line."""
-    request = tally.request
-    best = f", best {duration(tally.best_ms)}" if tally.best_ms < math.inf else ""
-    return (
-        f"tuning {request.key.kernel.name} for {request.key}: {tally.done}/{tally.total} configs, "
-        f"{tally.failed} failed{best}, {tally.seconds:.0f} s; {tally.doing}"
-    )
+    return repeated(tell_how_far, FIRST_S, EVERY_S, ended)
 
 
 def _interrupted(tally: Tally, store: Store) -> str:
@@ -211,14 +227,17 @@ def _interrupted(tally: Tally, store: Store) -> str:
         return f"interrupted; nothing is stored for {name}"
     return (
         f"interrupted; {tally.done} of {tally.total} configs of {name} are stored, and the next "
-        "tuning goes on from there"
+        "tuning continues from there"
     )
 
 
-def _is_terminal(stream: Any) -> bool:
-    """Whether this is a terminal; programs close standard error, or replace it by a writer."""
+def _is_watched() -> bool:
+    """Whether a person sees it: in a notebook, or as standard error is a terminal.
+
+    Programs close standard error, or replace it by a writer.
+    """
     try:
-        return bool(stream.isatty())
+        return notebook() is not None or bool(sys.stderr.isatty())
     except (AttributeError, ValueError):
         return False
 
@@ -227,7 +246,8 @@ def log_config(progress: Progress) -> None:
     """Log the outcome of a config, at DEBUG."""
     outcome = progress.outcome
     if outcome is not None and logger.isEnabledFor(logging.DEBUG):
-        time = f" {outcome.timing.median_ms:.4g} ms" if outcome.timing is not None else ""
+        timing = (progress.stage == "final" and outcome.final) or outcome.timing
+        time = f" {timing.median_ms:.4g} ms" if timing is not None else ""
         reason = f": {outcome.message.splitlines()[0]}" if outcome.message else ""
         logger.debug(
             "%s: %s: %s %s%s%s",
@@ -249,15 +269,76 @@ def tell_result(request: TuningRequest, result: TuningResult, shown: bool = Fals
         shown: whether the caller shows the result.
     """
     if result.adopted:
-        global _tunings_adopted
-        _tunings_adopted = next(_adopted)
+        tunings.adopted += 1
     shown = shown or knobs.autotuning.print
+    tell_of_skipped(request.key, dict(result.outcomes))
+    if result.measured and not shown:
+        _tell_of_bugs(request, result)
+    _tell_of_left_out(request.key, result.left_out)
     for note in result.notes:
         warn(f"{request.key.kernel.name}: {note}", TuningWarning)
     warn_of_dispute(request.key, result.stored.dispute)
-    took_long = result.seconds >= FIRST_S and is_first_of_node()
-    if logger.isEnabledFor(logging.INFO) or (took_long and not shown):
+    took_long = result.seconds >= FIRST_S or (result.seconds >= DELAY_S and _is_watched())
+    shown = shown or not logger.isEnabledFor(logging.WARNING)
+    if logger.isEnabledFor(logging.INFO) or (took_long and not shown and is_first_of_node()):
         tell(_as_line(request, result))
+
+
+#: The lines that this process has said, by kernel and by what they are about.
+_said: set[tuple[str, str]] = set()
+
+
+def _say_once(key: TuningKey, about: str, line: str) -> None:
+    """Log a line of a kernel at WARNING, once in this process; it is never an error."""
+    if (key.kernel.digest, about) not in _said:
+        _said.add((key.kernel.digest, about))
+        logger.warning("%s: %s", key.kernel.name, line)
+
+
+def tell_of_skipped(key: TuningKey, outcomes: Mapping[Config, Outcome]) -> None:
+    """Name the configs that are not tried, as the machine or a process went down with them."""
+    for config, outcome in outcomes.items():
+        if outcome.took_down:
+            text = config_text(config)
+            command = f"`safetune clear --failures {key.kernel.name}`"
+            _say_once(key, text, f"{text} is left out: {outcome.message}. {command} lifts that")
+
+
+def _tell_of_bugs(request: TuningRequest, result: TuningResult) -> None:
+    """Say how many configs showed a bug of the kernel. One that needs too much is none."""
+    labels = Counter(filter(None, (_bug_of(outcome) for _, outcome in result.outcomes)))
+    if labels:
+        counts = ", ".join(f"{count} {label}" for label, count in labels.items())
+        _say_once(
+            request.key,
+            "bugs",
+            f"{labels.total()} of {counted(len(request.configs), 'config')} crashed, hung or "
+            f"computed something else ({counts}); `safetune show {request.key.kernel.name}` says "
+            "which",
+        )
+
+
+def _bug_of(outcome: Outcome) -> str:
+    """Return the name of the bug that an outcome shows; empty for none."""
+    if outcome.ok and outcome.marked(Mark.NOT_REPEATABLE):
+        return Mark.NOT_REPEATABLE.value
+    return outcome.label if outcome.verdict in BUGS and not outcome.took_down else ""
+
+
+def _tell_of_left_out(key: TuningKey, configs: Mapping[Config, float]) -> None:
+    """Name the configs that were faster than the choice, and left out for what they computed."""
+    if not configs:
+        return
+    fastest = sorted(configs, key=lambda config: -configs[config])
+    named = [f"{config_text(c)} ({configs[c]:.2f} times as fast)" for c in fastest[:_MOST_NAMED]]
+    more = f"; and {len(configs) - _MOST_NAMED} more" if len(configs) > _MOST_NAMED else ""
+    _say_once(
+        key,
+        "left out",
+        f"faster configs are left out, as their results differ from those of the others: "
+        f"{'; '.join(named)}{more}. If they are right, say what is right with reference=, or name "
+        "the arguments that need not agree in scratch=[...]",
+    )
 
 
 def _as_line(request: TuningRequest, result: TuningResult) -> str:
@@ -273,10 +354,13 @@ def _as_line(request: TuningRequest, result: TuningResult) -> str:
         if not outcome.ok:
             failed.setdefault(outcome.verdict, []).append(config_text(config))
     failures = ", ".join(_failures(verdict, configs) for verdict, configs in failed.items())
+    how = f"tuned for {request.key} in {result.seconds:.2f} s"
+    measured = f"{result.measured} of {len(request.configs)} configs measured"
+    if not result.measured:
+        how, measured = f"for {request.key}", "chosen from stored trials, none measured"
     return (
-        f"{name} tuned for {request.key} in {result.seconds:.2f} s: {choice} "
-        f"({duration(result.stored.median_ms)}); {result.measured} of {len(request.configs)} "
-        f"configs measured{f', failed: {failures}' if failures else ''}"
+        f"{name} {how}: {choice} ({duration(result.stored.median_ms)}); {measured}"
+        f"{f', failed: {failures}' if failures else ''}"
     )
 
 
@@ -293,8 +377,8 @@ def warn_of_dispute(key: TuningKey, dispute: str) -> None:
     if dispute:
         warn_once(
             f"{key.kernel.name}: its configs disagree about the result for {key}, and its choice "
-            f"may compute a wrong one ({dispute}). Say what is right with reference=, or name the "
-            "arguments that need not agree in scratch=[...], and tune it again",
+            f"may compute a wrong one ({dispute}). Give the right result with reference=, or name "
+            "arguments that may differ in scratch=[...], and tune it again",
             DisputeWarning,
         )
 
@@ -318,3 +402,59 @@ def warn_of_grid(tuner: Tuner, names: Iterable[str]) -> None:
             f"Add it to keep={new} to tune for each",
             TuningWarning,
         )
+
+
+def check_policy(
+    tuner: Tuner, request: TuningRequest, settings: Settings, capture: int = 0
+) -> None:
+    """Warn of a key without a choice, once for each key, or raise `MissError`, as `on_miss` says.
+
+    Args:
+        capture: the number of the CUDA graph capture under way, or 0.
+    """
+    policy = settings.policy_of(tuner.on_miss)
+    if policy not in (MissPolicy.WARN, MissPolicy.ERROR):
+        return
+    missing = f"{request.key.kernel.name} has no choice for {request.key}"
+    offline = offline_commands(tuner, recorded=settings.mode is Mode.RECORD)
+    advice = f"To tune it, run {offline}" if offline else "Tune it in a run without on_miss"
+    if policy is MissPolicy.ERROR:
+        raise MissError(
+            f"{missing} on {request.key.device.name}, and on_miss is 'error': nothing was tuned or "
+            f"launched. {advice}"
+        )
+    if not tuner.first_time(f"missed {request.key.digest} {request.declared}"):
+        return
+    follows = "it launches a fallback"
+    if settings.tunes(tuner.on_miss) and not capture:
+        follows = "it is tuned" + " in the background" * (settings.mode is Mode.BACKGROUND)
+    warn(f"{missing}: {follows}. {advice}", TuningWarning)
+
+
+def offline_commands(tuner: Tuner, recorded: bool) -> str:
+    """Return the shell commands that tune a kernel offline; empty if its file is not known.
+
+    Args:
+        recorded: the call is among the recorded ones already.
+    """
+    _, function = base_function(tuner.fn)
+    target, script = function.__module__, ""
+    if target == "__main__":
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        target = shlex.quote(spec.name if spec else os.path.abspath(file) if file else "")
+        script = f" {target}"
+    if target in ("", "''"):
+        return ""
+    replay = f"`safetune tune --recorded{script}`"
+    first = f"{replay} for this call" if recorded else f"SAFETUNE_MODE=record and then {replay}"
+    of_workloads = f", or `safetune tune {target}:{function.__name__}` for its workloads"
+    return first + of_workloads * bool(tuner.workloads)
+
+
+def report_result(tuner: Tuner, request: TuningRequest, result: TuningResult) -> None:
+    """Report a finished tuning: to the user, and as Triton's tuner does."""
+    tell_result(request, result)
+    tuner.tuning_phases = dict(result.phases)
+    phases = result.phases if result.measured else None
+    tuner.report(request.readable_key, result.choice, result.timings, phases)

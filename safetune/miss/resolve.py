@@ -3,59 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import copy
+import functools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from triton import knobs
-from triton.runtime.autotuner import Config
+from triton.runtime.autotuner import Autotuner, Config
 
-from safetune import triton_internals
+from safetune import forks, triton_internals
+from safetune.both import backend
 from safetune.config import (
     check_conflicts,
     config_record,
     config_text,
     declared_digest,
+    distinct,
 )
 from safetune.errors import (
     KernelNotTransferable,
     NoWorkingConfig,
+    TooMuchPinned,
     TuningWarning,
     WorkerUnavailable,
-    from_signal_handler,
 )
 from safetune.inputs.call import Call
-from safetune.isolation import backend
-from safetune.keys import encoding, text_facts
-from safetune.keys.kernel_digest import base_function, is_interpreted
+from safetune.keys import encoding, left_kernels, text_facts
+from safetune.keys.identity import inner_heuristics, is_interpreted
 from safetune.keys.tuning_key import (
     TuningKey,
     active_driver,
     current_index,
-    readable_key,
+    triton_key,
     tuning_key,
 )
-from safetune.launch import call_shape
-from safetune.launch.key_state import Asked, Reason
-from safetune.messages import logger, warn_once
+from safetune.launch import call_shape, scratch_memory
+from safetune.launch.key_state import Asked, Reason, without_frames
+from safetune.messages import logger, warn, warn_once
 from safetune.miss import reporting
-from safetune.outcome import TRANSIENT
-from safetune.settings import Mode, Settings
+from safetune.settings import Mode, SearchBudget, Settings
 from safetune.store.local.store import Store
 from safetune.store.lookup import Lookup, open_lookup
-from safetune.tuning import requests
-from safetune.tuning.requests import Phases, TuningRequest
+from safetune.store.records import ChoiceRecord
+from safetune.tuning.requests import Phases, Plan, TuningRequest
 
 if TYPE_CHECKING:
+    from safetune.launch.call_shape import Tuner
     from safetune.launch.key_state import KeyState
-    from safetune.miss.tuner import Tuner
-    from safetune.outcome import Outcome
-    from safetune.store.records import TrialRecord
-    from safetune.tuning.requests import TuningResult
+    from safetune.miss.in_process import Flights
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -69,7 +68,7 @@ class Miss:
     ) -> None:
         self.phases = Phases("lookup")
         self.tuner = tuner
-        self._kwargs = kwargs
+        self.kwargs = kwargs
         passed = {n: v for n, v in kwargs.items() if n not in call_shape.LAUNCH_KEYWORDS}
         named = call_shape.named_arguments(tuner.arg_names, args, passed)
         shape = tuner.shapes.of(args, kwargs)
@@ -87,7 +86,7 @@ class Miss:
     def configs(self) -> tuple[Config, ...]:
         """Return the configs that pruning leaves for the call."""
         positional = call_shape.named_arguments(self.tuner.arg_names, self.call.args)
-        return tuple(call_shape.pruned_configs(self.tuner, positional, self._kwargs))
+        return distinct(call_shape.pruned_configs(self.tuner, positional, self.kwargs))
 
     def request(self, force: bool = False) -> TuningRequest:
         """Return the request for a tuning; raises `NoDevice`, and exceptions of prune functions."""
@@ -99,17 +98,27 @@ class Miss:
             call=self.call,
             configs=configs,
             declared=declared_digest(tuner.configs),
-            readable_key=readable_key(tuner.keys, tuner.arg_names, named),
+            readable_key=triton_key(tuner.keys, tuner.arg_names, named),
             limits=tuner.limits,
             force=force,
-            budget=tuner.budget,
+            budget=tuner.budget or _budget_for(configs, Settings.current().budget),
             proposer=tuner.proposer,
+            measure=Settings.current().measure_of(tuner.measure),
         )
 
     def key(self) -> TuningKey:
         """Return the tuning key of the call; raises `NoDevice`."""
         tuner, call = self.tuner, self.call
-        return tuning_key(tuner.identity, tuner.keys, tuner.arg_names, call.named(), call.index)
+        return tuning_key(
+            *(tuner.identity, tuner.key_names, tuner.arg_names, call.named(), call.index),
+            Settings.current().measure_of(tuner.measure),
+        )
+
+
+def _budget_for(configs: tuple[Config, ...], asked: SearchBudget | None) -> SearchBudget | None:
+    """Return SAFETUNE_BUDGET; None, for all configs, where it allows them: nothing is searched."""
+    allowed = asked is not None and asked.configs is not None and asked.configs >= len(configs)
+    return None if allowed else asked
 
 
 def _device_index(kernel: Any, named: Mapping[str, Any], given: int | None) -> int:
@@ -132,96 +141,202 @@ def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: 
     Raises:
         NoWorkingConfig: every config failed.
         NoDevice: there is neither a GPU nor the interpreter to run the kernel.
-        CaptureMiss: there is no choice under capture, and the policy is `error`.
+        MissError: there is no choice, and `on_miss` is `error`.
     """
     settings = Settings.current()
     known = state.decision(capture)
-    if known is None or not (capture or known.retry is None or not known.retry.due(settings)):
-        try:
-            return _find(tuner, state, args, kwargs, settings, capture)
-        except KeyboardInterrupt as error:  # at which line of safetune says nothing to the user
-            raise error.with_traceback(None) from None
-    return known.config
-
-
-def _find(
-    tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, settings: Settings, capture: int
-) -> Config:
-    if kwargs.get("warmup"):
-        return tuner.configs[0]
-    if settings.mode is Mode.OFF:
-        named = call_shape.named_arguments(tuner.arg_names, args)
-        pruned = call_shape.pruned_configs(tuner, named, kwargs)
-        return state.set_fallback(next(iter(pruned), tuner.configs[0]))
-    tunes = settings.mode not in (Mode.FROZEN, Mode.RECORD)
-    inline = tunes and tuner.isolation == "inline"
-    if inline and not capture:
-        return _inline(tuner, state, args, kwargs)
-    miss = Miss(tuner, args, kwargs)
-    if not miss.call.interpreted:
-        triton_internals.files_hash.begin(text_facts.triton_hash)  # Triton's cache is asked
-    reason = why_not_isolated(miss.call) if tunes and not inline else ""
-    if reason and not capture:
-        return _inline(tuner, state, args, kwargs, reason)
-    request = miss.request()
-    if len(request.configs) == 1 and request.has_work:
-        return state.set_choice(request.configs[0])
-    state.asked = Asked(request.key, request.declared, request.by_digest)
-    lookup = None if inline or reason else open_lookup(settings)
-    choice, trials = stored(tuner, request, lookup) if lookup else (None, [])
-    if lookup and settings.mode is Mode.RECORD and request.has_work and not capture:
-        _record(request, lookup.store)
-    if lookup and choice:
-        if capture:
-            return state.set_choice(choice)
-        tunes_again = settings.mode is Mode.TUNE and request.has_work
-        if not (tunes_again and requests.is_due(request, lookup.store, trials)):
-            return _adopt(state, choice, settings)
-        lookup.forget(request.key.digest, request.declared)
-    if not request.has_work:
-        return for_no_work(state, request)
-    if capture or lookup is None:
-        from safetune.miss import under_capture
-
-        return under_capture.fall_back(tuner, state, request, lookup, settings, capture)
-    reporting.warn_of_grid(tuner, request.grids.reads)
-    if not tunes:
-        from safetune.miss import candidates
-
-        return state.set_fallback(candidates.best_known(request, lookup))
-    if settings.mode is Mode.BACKGROUND and not _waiting:
-        from safetune.miss.background import tune_meanwhile
-
-        return tune_meanwhile(state, request, lookup.store, settings, partial(report_result, tuner))
-    return _tune(miss, state, request, lookup.store, settings, choice)
-
-
-def _record(request: TuningRequest, store: Store) -> None:
-    from safetune.miss import record  # imports torch
-
-    record.remember(request, store)
-
-
-def _inline(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, reason: str = "") -> Config:
-    if reason:
-        warn_once(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)
+    if known is not None:
+        retry = known.retry
+        if retry is None or retry.holds(args, kwargs, settings, capture):
+            return known.config
     try:
-        request = Miss(tuner, args, kwargs).request()
+        case = _Case(tuner, state, args, kwargs, settings, capture)
+        config = _find(case)
+        case.look_again_after_pull()
+        return config
+    except KeyboardInterrupt as error:  # at which line of safetune says nothing to the user
+        raise error.with_traceback(None) from None
+
+
+class _Case:
+    """A call without a config in memory; its properties are computed when a rule reads them."""
+
+    def __init__(
+        self,
+        tuner: Tuner,
+        state: KeyState,
+        args: Args,
+        kwargs: Kwargs,
+        settings: Settings,
+        capture: int,
+    ) -> None:
+        self.tuner, self.state, self.args, self.kwargs = tuner, state, args, kwargs
+        self.settings, self.capture = settings, capture
+        self.pulled = True  # whether all choices of other nodes were here when this looked
+        asked = settings.leave or left_kernels.installed
+        self.left = bool(asked) and left_kernels.is_left(tuner.fn, settings)  # to Triton
+        self.tunes = self.left or settings.tunes(tuner.on_miss)
+
+    @forks.cached_property
+    def miss(self) -> Miss:
+        """The call and its tuner."""
+        miss = Miss(self.tuner, self.args, self.kwargs)
+        if not miss.call.interpreted:
+            triton_internals.files_hash.begin(text_facts.triton_hash)  # Triton's cache is asked
+        return miss
+
+    @forks.cached_property
+    def why_inline(self) -> str | None:
+        """Why configs would be tried in this process, empty for the user's wish; None if not."""
+        if not self.tunes:
+            return None
+        if self.left or self.tuner.isolation == "inline":
+            return ""
+        return why_not_isolated(self.miss.call) or None
+
+    @forks.cached_property
+    def request(self) -> TuningRequest:
+        """The request for a tuning."""
+        return self.miss.request()
+
+    @forks.cached_property
+    def lookup(self) -> Lookup | None:
+        """Where choices are looked up; None where no store is."""
+        return open_lookup(self.settings) if self.why_inline is None else None
+
+    @forks.cached_property
+    def plan(self) -> Plan:
+        """The stored plan of the key. The mode `record` also notes the call."""
+        request, lookup = self.request, self.lookup
+        self.state.asked = Asked(request.key, request.declared, request.by_digest)
+        if lookup is None:
+            return Plan(request, None, ())
+        self.pulled = lookup.is_pulled(request.key)
+        if self.settings.mode is Mode.RECORD and request.has_work:
+            from safetune.miss import record  # imports torch
+
+            record.remember(request, lookup.store, captured=bool(self.capture))
+        plan = stored(self.tuner, request, lookup)
+        if plan.choice is None:
+            lookup.tell_unused(request.key, request.declared, request.by_digest, self.tunes)
+        return plan
+
+    @property
+    def store(self) -> Store:
+        """The store of a key that is looked up."""
+        assert self.lookup is not None
+        return self.lookup.store
+
+    def look_again_after_pull(self) -> None:
+        """Look the key up again if it got a fallback before its choice could be found."""
+        if not self.pulled and self.lookup is not None:
+            self.lookup.after_pull(self.request.key, self.state.look_again)
+
+    def is_settled(self) -> bool:
+        """Whether the key has a choice and is not to be tuned again."""
+        again = self.tunes and self.settings.mode is Mode.TUNE and not self.capture
+        plan = self.plan
+        return plan.choice is not None and not (again and self.request.has_work and plan.due)
+
+
+def _first_pruned(case: _Case) -> Config:
+    named = call_shape.named_arguments(case.tuner.arg_names, case.args)
+    pruned = call_shape.pruned_configs(case.tuner, named, case.kwargs)
+    return case.state.set_fallback(next(iter(pruned), case.tuner.configs[0]))
+
+
+def _inline(case: _Case, reason: str = "") -> Config:
+    """Measure configs in this process, as `triton.autotune` does; nothing is stored."""
+    tuner, state, args, kwargs = case.tuner, case.state, case.args, case.kwargs
+    if reason := reason or case.why_inline or "":
+        warn_once(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)
+    reported: TuningRequest | None = None
+    with contextlib.suppress(Exception):  # the tuning raises the important errors
+        request = case.request
         state.asked = Asked(request.key, request.declared, request.by_digest)
         if not request.has_work:
             return for_no_work(state, request)
-    except Exception as error:  # the tuning raises what matters
-        if from_signal_handler(error):
-            raise
-    from safetune.miss import inline
-
+        reported = request
+    if reported is not None and not case.left:
+        reporting.check_policy(tuner, reported, case.settings)
     start = time.perf_counter()
-    best, timings = inline.tune(tuner, args, kwargs)
+    from safetune.miss import in_process
+
+    noted = None if case.left else reported
+    with in_process.flights(noted, case.settings) as flights:
+        best, timings = _timed_here(tuner, args, kwargs, flights)
+    if noted is not None:
+        reporting.tell_of_skipped(noted.key, flights.skipped)
     if timings:
         named = call_shape.named_arguments(tuner.arg_names, args, kwargs)
-        key = readable_key(tuner.keys, tuner.arg_names, named)
-        report(tuner, key, best, timings, {"measure": time.perf_counter() - start})
+        key = triton_key(tuner.keys, tuner.arg_names, named)
+        tuner.report(key, best, timings, {"measure": time.perf_counter() - start})
     return state.set_choice(best)
+
+
+def _timed_here(
+    tuner: Tuner, args: Args, kwargs: Kwargs, flights: Flights
+) -> tuple[Config, dict[Config, list[float]]]:
+    """Return the fastest config that pruning leaves, and the times of all; none of a single one."""
+    view: Any = copy.copy(tuner)
+    view.nargs = named = call_shape.named_arguments(tuner.arg_names, args)
+    configs = view.prune_configs(kwargs)
+    if len(configs) == 1:
+        return configs[0], {}
+    if tuner.hooks.do_bench is None and is_interpreted(tuner.fn):
+        view.do_bench = _wall_clock
+    reporting.tunings.begun += 1
+    bench = Autotuner._bench  # of Triton: times in this process
+    flights.check_some(configs)
+    timings: dict[Config, list[float]] = {}
+    with scratch_memory.scratch_allocator():
+        for config in configs:
+            if config not in flights.skipped:
+                with flights.launching(config):
+                    timings[config] = bench(view, *args, config=config, **kwargs)
+    best = min(timings, key=lambda config: timings[config])
+    view.pre_hook({**named, **kwargs, **best.all_kwargs()}, reset_only=True)
+    return best, timings
+
+
+def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
+    """Take the place of Triton's `do_bench` in its interpreter, where that finds no device."""
+    from safetune.both.protocol import Budget
+    from safetune.both.timing import Timer, measure
+
+    timing = measure(launch, lambda: None, lambda: None, Timer(), Budget())
+    return [timing.median_ms, timing.p20_ms, timing.p80_ms]
+
+
+def _keep_choice(case: _Case) -> Config:
+    if case.capture and case.plan.config is not None:
+        return case.state.set_choice(case.plan.config)
+    return _adopt(case, case.plan)
+
+
+def _captured(case: _Case) -> Config:
+    from safetune.miss import under_capture
+
+    tuner, state, request = case.tuner, case.state, case.request
+    return under_capture.fall_back(
+        tuner, state, request, case.lookup, case.settings, case.capture, case.tunes
+    )
+
+
+def _best_known(case: _Case) -> Config:
+    from safetune.miss import candidates
+
+    assert case.lookup is not None
+    reporting.warn_of_grid(case.tuner, case.request.grids.reads)
+    return case.state.set_fallback(candidates.best_known(case.request, case.lookup))
+
+
+def _tune_meanwhile(case: _Case) -> Config:
+    from safetune.miss.background import tune_meanwhile
+
+    reporting.warn_of_grid(case.tuner, case.request.grids.reads)
+    report_to = functools.partial(reporting.report_result, case.tuner)
+    return tune_meanwhile(case.state, case.request, case.store, case.settings, report_to)
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:
@@ -246,133 +361,132 @@ def waiting() -> Iterator[None]:
 _waiting: list[None] = []
 
 
-def stored(
-    tuner: Tuner, request: TuningRequest, lookup: Lookup
-) -> tuple[Config | None, list[TrialRecord]]:
-    """Return the stored choice, if it was made from the list that the decorator declares now, and
-    the trials of its key.
+def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Plan:
+    """Return what is stored of a key: its choice, if that was made from the list of configs that
+    the decorator declares now, and its trials.
     """
-    configs = request.by_digest
+    choice = stored_choice(request, lookup)
+    if choice is None:
+        return Plan(request, None, ())
+    config = request.by_digest[choice.config_digest]
+    lookup.remember(choice)
+    if choice.marks:
+        reporting.warn_of_dispute(request.key, choice.dispute)
+    name = request.key.kernel.name
+    logger.info("%s has a choice for %s: %s", name, request.key, config_text(config))
+    plan = Plan(request, choice, lookup.store.trials(request.key.digest))
+    tuner.report(request.readable_key, config, plan.timings)
+    return plan
+
+
+def stored_choice(request: TuningRequest, lookup: Lookup) -> ChoiceRecord | None:
+    """Return the choice that a launch takes from the stores and packs; None without one."""
+    configs, kernel = request.by_digest, request.key.kernel.name
     choice = lookup.find(request.key, request.declared, configs)
     if choice is None:
-        return None, []
-    config, kernel = configs[choice.config_digest], request.key.kernel.name
+        return None
+    config = configs[choice.config_digest]
     if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):
         logger.warning(
-            "ignoring a stored choice of %s for %s: its values are not those of the config "
+            "ignoring a stored choice of %s for %s: its values differ from the declared config "
             "with its digest",
             kernel,
             request.key,
         )
-        return None, []
-    lookup.remember(choice)
-    if choice.marks:
-        reporting.warn_of_dispute(request.key, choice.dispute)
-    logger.info("%s has a choice for %s: %s", kernel, request.key, config_text(config))
-    trials = lookup.store.trials(request.key.digest)
-    lasting = [trial for trial in trials if trial.outcome.verdict not in TRANSIENT]
-    latest = {trial.config_digest: trial.outcome for trial in lasting}
-    known = [(configs[digest], latest[digest]) for digest in latest if digest in configs]
-    report(tuner, request.readable_key, config, _timings_of(known))
-    return config, trials
+        return None
+    return choice
 
 
-def _tune(
-    miss: Miss,
-    state: KeyState,
-    request: TuningRequest,
-    store: Store,
-    settings: Settings,
-    choice: Config | None,
-) -> Config:
+def _tune_now(case: _Case) -> Config:
     """Tune a key; where that is not possible, launch the choice that it has, or a fallback."""
     from safetune.isolation import child_handle, fork_server
 
+    miss, state, request, store = case.miss, case.state, case.request, case.store
+    choice = case.plan.config
+    if choice is not None and case.lookup is not None:
+        case.lookup.forget(request.key.digest, request.declared)
+    reporting.warn_of_grid(case.tuner, request.grids.reads)
     if not miss.call.interpreted:
         with contextlib.suppress(WorkerUnavailable):  # raised again below
             child_handle.check_device(miss.call.index)
             fork_server.start_servers(compiling=True, with_torch=False)
     # These take as long to import as a server to start.
-    from safetune.miss import candidates, retry
+    from safetune.miss import candidates, failures
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 
-    tuner = miss.tuner
+    if state.hopeless is not None and choice is None and not _waiting:
+        hopeless = failures.hopeless_of(state, request)
+        if hopeless and (error_before := hopeless.error_for(request.scopes.call)):
+            raise error_before
     try:
         with reporting.observing(request, store, miss.phases) as tally:
-            budget = WaitBudget(settings.wait_s, tell=tally.wait_for)
+            budget = WaitBudget(case.settings.wait_s, tell=tally.wait_for)
             result = tune(request, store, tally, wait_budget=budget, phases=miss.phases)
     except (KernelNotTransferable, WorkerUnavailable, NoWorkingConfig) as error:
         if choice is not None:
-            logger.info(
-                "%s keeps its choice for %s: %s", request.key.kernel.name, request.key, error
-            )
-            return _adopt(state, choice, settings)
+            name = request.key.kernel.name
+            logger.info("%s keeps its choice for %s: %s", name, request.key, error)
+            return _adopt(case, replace(case.plan, trials=store.trials(request.key.digest)))
+        if isinstance(error, TooMuchPinned) and not _waiting:
+            return _inline(case, str(error))
         if isinstance(error, NoWorkingConfig) and not error.transient:
-            raise
-        return retry.fall_back(state, request, candidates.fallback(request, store), error)
-    config = _adopt(state, result.choice, settings)  # first, as a warning may be an error
-    report_result(tuner, request, result)
+            return failures.none_works(state, request, error, must_raise=bool(_waiting))
+        return failures.fall_back(state, request, candidates.fallback(request, store), error)
+    config = _set_choice(state, result.choice, case.settings)  # first: a warning may be an error
+    reporting.report_result(case.tuner, request, result)
     return config
 
 
-def report_result(tuner: Tuner, request: TuningRequest, result: TuningResult) -> None:
-    """Report a finished tuning: to the user, and as Triton's tuner does."""
-    reporting.tell_result(request, result)
-    tuner.tuning_phases = dict(result.phases)
-    phases = result.phases if result.measured else None
-    report(tuner, request.readable_key, result.choice, _timings_of(result.outcomes), phases)
-
-
-def report(
-    tuner: Tuner,
-    key: tuple[Any, ...],
-    choice: Config,
-    timings: dict[Config, list[float]],
-    phases: Mapping[str, float] | None = None,
-) -> None:
-    """Report a choice as Triton's tuner does: attributes, listener, TRITON_PRINT_AUTOTUNING.
-
-    Args:
-        key: as `readable_key` returns it.
-        phases: the seconds of the tuning; None if the choice was known.
-    """
-    seconds = sum(phases.values()) if phases is not None else None
-    tuner.configs_timings, tuner.bench_time = timings, seconds or 0.0
-    if (listener := getattr(knobs.autotuning, "listener", None)) is not None:
-        listener(
-            fn=base_function(tuner.fn)[0],
-            key=key,
-            best_config=choice,
-            configs_timings=timings,
-            duration=seconds,
-            cache_hit=seconds is None,
-        )
-    if knobs.autotuning.print and phases is not None:
-        spent = ", ".join(f"{name} {part:.2f}s" for name, part in phases.items())
-        sys.stdout.write(
-            f"Triton autotuning for function {tuner.base_fn.__name__},\nwith key as {key},\n"
-            f"finished after {seconds:.2f}s,\nof which {spent},\nbest config selected: {choice};\n"
-        )
-
-
-def _timings_of(outcomes: Iterable[tuple[Config, Outcome]]) -> dict[Config, list[float]]:
-    """Return outcomes as Triton's tuner keeps them: median, 20th, 80th percentile, or infinity."""
-    return {
-        config: [math.inf] * 3
-        if outcome.timing is None
-        else [outcome.timing.median_ms, outcome.timing.p20_ms, outcome.timing.p80_ms]
-        for config, outcome in outcomes
-    }
-
-
-def _adopt(state: KeyState, choice: Config, settings: Settings) -> Config:
+def _set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
     """Launch a choice; a rank that launches a fallback keeps that until all call `sync`."""
     launched = state.decision()
     if settings.world_size > 1 and launched is not None and launched.reason is Reason.FALLBACK:
         state.hold(choice)
         return launched.config
     return state.set_choice(choice)
+
+
+def _adopt(case: _Case, plan: Plan) -> Config:
+    """Use a stored choice, and the next best for calls with which it is known to fail."""
+    assert plan.config is not None
+    config = _set_choice(case.state, plan.config, case.settings)
+    if plan.fails(config):
+        from safetune.miss import candidates
+
+        candidates.replace_failed(case.state, case.request, case.store, config)
+    return config
+
+
+#: The calls that are no miss, and the config of each: the first row that applies.
+_NO_MISS: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...] = (
+    (lambda case: case.kwargs.get("warmup"), lambda case: case.tuner.configs[0]),
+    (lambda case: case.settings.mode is Mode.OFF, _first_pruned),
+    (lambda case: case.why_inline is not None and not case.capture, _inline),
+    (
+        lambda case: len(case.request.configs) == 1 and case.request.has_work,
+        lambda case: case.state.set_choice(case.request.configs[0]),
+    ),
+    (_Case.is_settled, _keep_choice),
+    (lambda case: not case.request.has_work, lambda case: for_no_work(case.state, case.request)),
+)
+
+#: What a miss does, where `on_miss` is no error.
+_MISSES: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...] = (
+    (lambda case: case.capture, _captured),
+    (lambda case: not case.tunes, _best_known),
+    (lambda case: case.settings.mode is Mode.BACKGROUND and not _waiting, _tune_meanwhile),
+    (lambda case: True, _tune_now),
+)
+
+
+def _find(case: _Case) -> Config:
+    for applies, config_of in _NO_MISS:
+        if applies(case):
+            return config_of(case)
+    if case.plan.choice is None:  # not of a key that is only tuned again
+        reporting.check_policy(case.tuner, case.request, case.settings, case.capture)
+    return next(config_of(case) for applies, config_of in _MISSES if applies(case))
 
 
 def why_not_isolated(call: Call) -> str:
@@ -383,3 +497,81 @@ def why_not_isolated(call: Call) -> str:
         return ""
     name = triton_internals.target_name() or active_driver().get_current_target().backend
     return backend.why_missing(name)
+
+
+def next_best(
+    tuner: Tuner,
+    state: KeyState,
+    args: Args,
+    kwargs: Kwargs,
+    special: Any,
+    config: Config,
+    error: Exception,
+) -> Any:
+    """Launch a call with the next-best config after `config` could not be launched.
+
+    A choice is tuned for a key, and Triton compiles once more for each specialisation: constexpr
+    values, alignment, an integer that is 1. So a config that works for one call of a key may be out
+    of shared memory for the next. Where none can be launched, this raises the last error; an error
+    of the caller's grid or heuristic at once.
+
+    Args:
+        special: what decides which binary the call needs: see `call_shape.specialisation`.
+    """
+    if Settings.current().mode is Mode.OFF or _is_callers(error, tuner.fn, kwargs):
+        raise error
+    rejected = state.reject(special, config)
+    reason = _text(error)
+    for other in _candidates(tuner, args, kwargs):
+        if other in rejected:
+            continue
+        try:
+            result = tuner.shapes.of(args, kwargs).launch(other, args, kwargs).result
+        except call_shape.CLEAN_FAILURES as next_error:
+            if _is_callers(next_error, tuner.fn, kwargs):
+                raise
+            state.reject(special, other)
+            error = next_error
+            continue
+        state.substitute(special, other)
+        warn(
+            f"{tuner.base_fn.__name__}: {config_text(config)} cannot be launched with these "
+            f"arguments ({reason}); {config_text(other)} is used for them instead",
+            TuningWarning,
+        )
+        return result
+    state.substitute(special, without_frames(error))
+    raise error
+
+
+def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the caller's grid or a heuristic raised `error`, or a function that they called."""
+    functions = [kwargs.get("grid"), *inner_heuristics(kernel).values()]
+    codes = {code for function in functions for code in _codes(function)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _candidates(tuner: Tuner, args: Args, kwargs: Kwargs) -> Iterator[Config]:
+    """Return the configs to try instead, best first."""
+    from safetune.miss import candidates
+
+    miss, settings = Miss(tuner, args, kwargs), Settings.current()
+    inline = tuner.isolation == "inline" or left_kernels.is_left(tuner.fn, settings)
+    if inline or why_not_isolated(miss.call):
+        return iter(miss.configs())
+    store = open_lookup(settings).store
+    return candidates.best_first(miss.request(), store, measured_first=True)
+
+
+def _codes(function: Any) -> Iterator[Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    for candidate in (function, vars(type(function)).get("__call__")):
+        code = getattr(candidate, "__code__", None)
+        if code is not None:
+            yield code
+
+
+def _text(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

@@ -15,14 +15,14 @@ from triton.runtime.autotuner import Config
 
 from safetune import forks
 from safetune.config import config_text
-from safetune.errors import CaptureMiss, CaptureWarning
+from safetune.errors import CaptureWarning
 from safetune.launch.key_state import CapturedMiss, KeyState
 from safetune.messages import logger, warn
 from safetune.miss import candidates
-from safetune.settings import CaptureMissPolicy, Mode, Settings
+from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:
-    from safetune.miss.tuner import Tuner
+    from safetune.launch.call_shape import Tuner
     from safetune.store.local.store import Store
     from safetune.store.lookup import Lookup
     from safetune.tuning.requests import TuningRequest
@@ -45,26 +45,17 @@ def fall_back(
     lookup: Lookup | None,
     settings: Settings,
     capture: int,
+    tunes: bool,
 ) -> Config:
     """Return the config for a key without a choice under a capture.
 
-    Calls outside the capture do not launch it, because the next such call tunes; in the modes that
-    never tune, they launch it too.
+    Calls outside the capture do not launch it, because the next such call tunes; where nothing is
+    tuned, they launch it too.
 
     Args:
         lookup: None where no store is looked at.
-
-    Raises:
-        CaptureMiss: the policy is `error`.
+        tunes: whether calls outside of a capture are tuned.
     """
-    if (tuner.capture_miss or settings.capture_miss) is CaptureMissPolicy.ERROR:
-        raise CaptureMiss(
-            f"{request.key.kernel.name} has no choice for {request.key}, and cannot be tuned while "
-            "a CUDA graph is being captured. Before the capture, call safetune.prepare(step, ...) "
-            "with the function that you capture and its arguments; or tune it offline with "
-            "`safetune tune`"
-        )
-    tunes = settings.mode in (Mode.TUNE, Mode.BACKGROUND)
     if lookup is None:
         config = request.configs[0]
     elif tunes:

@@ -1,14 +1,28 @@
-"""Which calls of a recorded run have a choice, and where it is from."""
+"""Which calls of a recorded run a frozen process launches with a choice, and where it is from.
+
+A call is made again as the program of today makes it, with tensors that have no memory: with the
+kernel, the list of configs and the key names that can be imported, and this toolchain, for the
+device on which it was recorded. What such a launch would look up is looked up. Where the kernel
+cannot be imported, its recorded key is looked up, and the call counts as not compared.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 
+from safetune.config import config_digest, declared_digest
 from safetune.frozen import dataclass
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
+from safetune.keys import tuning_key
+from safetune.keys.identity import KernelIdentity
+from safetune.keys.tuning_key import Device, TuningKey
+from safetune.miss.resolve import stored_choice
+from safetune.offline import replay, tasks
+from safetune.offline.replay import LeftOut
 from safetune.offline.shares import times_ms
+from safetune.offline.tasks import OfflineKernel
+from safetune.offline.warm import Described, as_device
 from safetune.store.lookup import Lookup
 from safetune.store.records import KeyRecord, RecordedCall
 from safetune.tuning.neighbours import comparable, distance, pairs_of
@@ -18,13 +32,15 @@ class Found(str, Enum):
     """What a process that never tunes launches a call with.
 
     EXACT: the choice of its key in the store. PACK: that in a pack. NEAREST: the choice of another
-    key of the kernel, or of another toolchain. NOTHING: no choice, so its first config.
+    key of the kernel, or of another toolchain. NOTHING: no choice, so its first config. CHANGED: it
+    is not this call any more, as its kernel was edited, refuses it, or is gone.
     """
 
     EXACT = "exact"
     PACK = "pack"
     NEAREST = "nearest"
     NOTHING = "nothing"
+    CHANGED = "changed"
 
     @property
     def is_of_key(self) -> bool:
@@ -34,27 +50,55 @@ class Found(str, Enum):
 
 @dataclass(frozen=True)
 class Covered:
-    """One recorded call, how often it was made, and what was found for it."""
+    """One recorded call, its counts, also in CUDA graphs, and the choice for it.
+
+    `problem`: why its kernel has changed, or was not compared with the call; empty if it was.
+    """
 
     call: RecordedCall
     found: Found
     calls: int
     time_ms: float
+    captured: int = 0
+    problem: str = ""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it has the choice of its own key, also with the code of today."""
+        return self.found.is_of_key and not self.problem
 
 
 def coverage(
-    calls: Sequence[RecordedCall], keys: Sequence[KeyRecord], lookup: Lookup
+    calls: Sequence[RecordedCall],
+    keys: Sequence[KeyRecord],
+    kernels: Sequence[OfflineKernel],
+    lookup: Lookup,
 ) -> Iterator[Covered]:
-    """Yield what is found for each call; `keys` are those of the calls."""
+    """Yield the coverage of each call, by the device on which it was recorded.
+
+    Args:
+        keys: of the calls.
+        kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
+    """
     records = {record.digest: record for record in keys}
     times = times_ms(calls)
+    left_out: list[LeftOut] = []
+    with_kernels = replay.with_kernels(calls, kernels, left_out)
+    kernel_of = {call.key: kernel for call, kernel in with_kernels}
+    reasons = {left.call.key: left for left in left_out}
+    by_device: dict[Described | None, list[RecordedCall]] = {}
     for call in calls:
         record = records.get(call.key)
-        found = Found.NOTHING
-        if record is not None:
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                found = _found(call, record, lookup)  # another version may have written the call
-        yield Covered(call, found, max(1, call.count.calls), times[call.key])
+        described = None if record is None else _described(record)
+        by_device.setdefault(described, []).append(call)
+    for described, of_device in by_device.items():
+        with contextlib.nullcontext() if described is None else as_device(described):
+            for call in of_device:
+                record, left, count = records.get(call.key), reasons.get(call.key), call.count
+                kernel = kernel_of.get(call.key)
+                found, problem = _looked_up(call, record, kernel, left, lookup)
+                number, time_ms = max(1, count.calls), times[call.key]
+                yield Covered(call, found, number, time_ms, count.captured, problem)
 
 
 def shares(covered: Sequence[Covered]) -> dict[str, tuple[float, float]]:
@@ -70,27 +114,100 @@ def shares(covered: Sequence[Covered]) -> dict[str, tuple[float, float]]:
     }
 
 
-def _found(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:
-    # A call that cannot be made again has no grids; an older version recorded no list either.
-    configs = call.arguments.get("configs") or list(call.arguments.get("grids", ()))
-    declared, key = (
-        call.arguments.get("declared"),
-        TuningKey.of_record(
-            KernelIdentity(record.kernel_name, record.kernel_digest),
-            record.call,
-            record.device,
-            record.toolchain,
-        ),
-    )
-    among = configs or None
-    if declared is None:
-        if lookup.store.choice(key.digest, None, among) is not None:
-            return Found.EXACT
-    elif lookup.find(key, declared, among) is not None:
-        return Found.EXACT if lookup.store.choice(key.digest, declared, among) else Found.PACK
-    related = comparable(dict.fromkeys(configs), record.call, lookup.related(key))
+def certain_share(covered: Sequence[Covered]) -> float:
+    """Return the share of the calls that have a choice of their own key with the code of today."""
+    calls = sum(each.calls for each in covered)
+    return sum(each.calls for each in covered if each.is_certain) / calls
+
+
+def _described(record: KeyRecord) -> Described | None:
+    """Return the device of a key; None for the interpreter, and where another version wrote it."""
+    if record.device["name"] == tuning_key.INTERPRETER:
+        return None
+    with contextlib.suppress(TypeError, KeyError):
+        return Described(Device(**record.device), str(record.toolchain["target"]))
+    return None
+
+
+def _looked_up(
+    call: RecordedCall,
+    record: KeyRecord | None,
+    kernel: OfflineKernel | None,
+    left: LeftOut | None,
+    lookup: Lookup,
+) -> tuple[Found, str]:
+    """Return what is found for a call, and why it has changed or was not compared."""
+    if record is None:
+        return Found.NOTHING, "its key is not stored"
+    if kernel is not None:
+        failed: list[LeftOut] = []
+        with replay.leaving_out(call, failed, "it cannot be prepared"):
+            return _found_now(call, record, kernel, lookup), ""
+        (left,) = failed
+    problem = "" if left is None else left.reason
+    if left is not None and left.changed:
+        return Found.CHANGED, problem
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        return _found_as_recorded(call, record, lookup), problem  # of another version, perhaps
+    return Found.NOTHING, problem
+
+
+def _found_now(
+    call: RecordedCall, record: KeyRecord, kernel: OfflineKernel, lookup: Lookup
+) -> Found:
+    """Return what is found for a call as it is made now, on the device of its record."""
+    interpreted = record.device["name"] == tuning_key.INTERPRETER
+    if interpreted is not kernel.interpreted:
+        where = "in Triton's interpreter" if interpreted else f"on {record.device['name']}"
+        switch = "set TRITON_INTERPRET=1" if interpreted else "unset TRITON_INTERPRET"
+        raise replay.NotComparable(f"it was recorded {where}: {switch}")
+    if call.arguments.get("problem"):  # there is no more of it than its key
+        return _found_without_call(record, kernel, interpreted, lookup)
+    request = tasks.miss_of(replay.task_of(call, kernel, "meta")).request()
+    if len(request.configs) == 1:
+        return Found.EXACT
+    if stored_choice(request, lookup) is None:
+        return _found_near(request.key, request.by_digest, lookup)
+    return _store_or_pack(request.key, request.declared, request.by_digest, lookup)
+
+
+def _found_without_call(
+    record: KeyRecord, kernel: OfflineKernel, interpreted: bool, lookup: Lookup
+) -> Found:
+    tuner = kernel.tuner
+    here, toolchain = tuning_key.interpreter() if interpreted else tuning_key.detect(0)
+    key = TuningKey.of_record(tuner.identity, record.call, here.record(), toolchain.record())
+    configs = [config_digest(config) for config in tuner.configs]
+    return _found(key, declared_digest(tuner.configs), configs, lookup)
+
+
+def _found_as_recorded(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:
+    # A call that cannot be made again has no grids.
+    configs = call.arguments.get("configs") or list(call.arguments["grids"])
+    kernel = KernelIdentity(record.kernel_name, record.kernel_digest)
+    key = TuningKey.of_record(kernel, record.call, record.device, record.toolchain)
+    return _found(key, call.arguments["declared"], configs, lookup)
+
+
+def _found(key: TuningKey, declared: str, configs: Collection[str], lookup: Lookup) -> Found:
+    if lookup.find(key, declared, configs or None) is None:
+        return _found_near(key, configs, lookup)
+    return _store_or_pack(key, declared, configs, lookup)
+
+
+def _store_or_pack(
+    key: TuningKey, declared: str, configs: Collection[str], lookup: Lookup
+) -> Found:
+    stored, shared = lookup.store.choice(key.digest, declared, configs or None), lookup.store.shared
+    if stored is None and shared is not None:  # what a frozen process pulls stays in its memory
+        stored = shared.choice(key.digest, declared)
+    return Found.PACK if stored is None else Found.EXACT
+
+
+def _found_near(key: TuningKey, configs: Collection[str], lookup: Lookup) -> Found:
+    call = key.record()
     far = (
-        distance(record.call["values"], pairs_of(source.call.get("values")))
-        for _, source in related
+        distance(call["values"], pairs_of(source.call.get("values")))
+        for _, source in comparable(dict.fromkeys(configs), call, lookup.related(key))
     )
     return Found.NOTHING if all(each is None for each in far) else Found.NEAREST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,15 +18,16 @@ from safetune.errors import (
     StoreError,
     TargetError,
     WorkerUnavailable,
-    from_signal_handler,
 )
 from safetune.frozen import dataclass
 from safetune.inputs import call_description
 from safetune.inputs.workload import Workload
+from safetune.keys import written_key
+from safetune.keys.identity import base_function
 from safetune.keys.tuning_key import describe_call
 from safetune.messages import one_line
 from safetune.offline import imports, plan
-from safetune.offline.plan import Sketch
+from safetune.offline.plan import Planned
 from safetune.offline.tasks import OfflineKernel, Task, find_kernels, place_of
 from safetune.outcome import Mark
 from safetune.store.records import RecordedCall
@@ -37,12 +39,14 @@ class LeftOut:
 
     call: RecordedCall
     reason: str  # on one line
-    failed: bool = False  # whether its kernel refuses it as it is declared now
+    #: Whether a program of today makes no such call: its kernel was edited, refuses it, or is gone.
+    changed: bool = False
+    not_found: bool = False  # whether its kernel could not be looked for
 
-    @classmethod
-    def because(cls, call: RecordedCall, reason: object, failed: bool = False) -> LeftOut:
-        """Leave a call out."""
-        return cls(call, one_line(str(reason)), failed)
+    @property
+    def failed(self) -> bool:
+        """Whether the command fails though the call's key has a choice: who says that it holds?"""
+        return self.changed or self.not_found
 
     @property
     def words(self) -> str:
@@ -63,85 +67,99 @@ Rebuildable = tuple[RecordedCall, OfflineKernel]
 def sort_out(
     calls: Iterable[RecordedCall],
     kernels: Sequence[OfflineKernel],
-    zeros: bool,
     left_out: list[LeftOut],
+    shapes_only: bool = False,
 ) -> list[Rebuildable]:
     """Return the calls that can be tuned, with their kernels; add the others to `left_out`.
 
     Args:
         kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
-        zeros: also tune calls with integers of which nothing is recorded, filled with zeros.
+        shapes_only: nothing is launched: calls with integers of which nothing is recorded, too.
     """
+    calls, found = [*calls], list[Rebuildable]()
+    for call, kernel in with_kernels(calls, kernels, left_out):
+        with leaving_out(call, left_out, "its record cannot be read"):
+            _check(call, kernel, shapes_only)
+            found.append((call, kernel))
+    return found
+
+
+def with_kernels(
+    calls: Sequence[RecordedCall], kernels: Sequence[OfflineKernel], left_out: list[LeftOut]
+) -> list[Rebuildable]:
+    """Return the calls whose kernels are as they were; add the others to `left_out`."""
     found: list[Rebuildable] = []
     modules = functools.cache(_kernels_in)
     for call in calls:
-        try:
-            kernel = _kernel_of(call, kernels or _imported(call, modules))
-            _check(call, kernel, zeros)
-            found.append((call, kernel))
-        except _NotHere as error:
-            left_out.append(LeftOut.because(call, error))
-        except _OF_ALL_CALLS:
-            raise
-        except SafetuneError as error:
-            left_out.append(LeftOut.because(call, error, failed=True))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            left_out.append(LeftOut.because(call, f"its record cannot be read: {error!r}"))
+        with leaving_out(call, left_out, "its record cannot be read"):
+            found.append((call, _kernel_of(call, kernels or _imported(call, modules))))
     return found
+
+
+def keep_as_recorded(calls: Iterable[RecordedCall]) -> None:
+    """Keep the key names of the recording process, before a kernel of these calls is imported."""
+    for call in calls:
+        names = call.arguments.get("keep")
+        if isinstance(names, list):
+            written_key.keep_as_recorded(call.name, map(str, names))
 
 
 def sketches(
     found: Iterable[Rebuildable], device: str | None, force: bool, left_out: list[LeftOut]
-) -> Iterator[Sketch]:
-    """Yield what a plan needs of each call, with the tensors of one at a time in memory."""
+) -> Iterator[Planned]:
+    """Yield the plan data of each call, with one call's tensors at a time in memory."""
     for call, kernel in found:
-        make = functools.partial(_task, call, kernel, device or kernel.device)
-        try:
+        make = functools.partial(task_of, call, kernel, device or kernel.device)
+        with leaving_out(call, left_out, "it cannot be tuned"):
             yield plan.sketch(make(), make, force)
-        except torch.OutOfMemoryError as error:
-            reason = f"there is not enough memory for its tensors: {error}"
-            left_out.append(LeftOut.because(call, reason))
-        except (_NotHere, NothingToMeasure) as error:
-            left_out.append(LeftOut.because(call, error))
-        except _OF_ALL_CALLS:
-            raise
-        except SafetuneError as error:  # as a config that sets what the call passes
-            left_out.append(LeftOut.because(call, error, failed=True))
-        except Exception as error:
-            if from_signal_handler(error):
-                raise
-            reason = f"it cannot be tuned ({type(error).__name__}: {error}{place_of(error)})"
-            left_out.append(LeftOut.because(call, reason))
 
 
 def shapes(found: Iterable[Rebuildable], left_out: list[LeftOut]) -> list[Task]:
     """Return the tasks of calls, with tensors that have no memory."""
     tasks = []
     for call, kernel in found:
-        try:
-            tasks.append(_task(call, kernel, "meta"))
-        except _NotHere as error:
-            left_out.append(LeftOut.because(call, error))
+        with leaving_out(call, left_out, ""):
+            tasks.append(task_of(call, kernel, "meta"))
     return tasks
 
 
-def _task(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
-    """Make a call's tensors on a device and return the task to tune; raises `_NotHere`."""
+@contextlib.contextmanager
+def leaving_out(call: RecordedCall, left_out: list[LeftOut], problem: str) -> Iterator[None]:
+    """Leave a call out where an exception is of it or of its kernel: another version, or another
+    program, may have written the record.
+    """
+    reason, changed, not_found = "", False, False
+    try:
+        yield
+    except _OF_ALL_CALLS:
+        raise
+    except torch.OutOfMemoryError as error:
+        reason = f"there is not enough memory for its tensors: {error}"
+    except SafetuneError as error:  # for example a config that sets a name that the call passes
+        reason, not_found = str(error), isinstance(error, _NotFound)
+        changed = not isinstance(error, (_NotFound, NotComparable, NothingToMeasure))
+    except Exception as error:
+        reason = f"{problem} ({type(error).__name__}: {error}{place_of(error)})"
+    if reason:
+        left_out.append(LeftOut(call, one_line(reason), changed, not_found))
+
+
+def task_of(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
+    """Make a call's tensors on a device and return the task to tune; raises `NotComparable`."""
     try:
         return _rebuilt(call, kernel, device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # another version, or another program, may have written the record
-        if from_signal_handler(error):
-            raise
         reason = f"{type(error).__name__}: {error}"
-        raise _NotHere(f"it cannot be made again from its record ({reason})") from error
+        raise NotComparable(f"it cannot be made again from its record ({reason})") from error
 
 
 def _rebuilt(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
     data, tuner = call.arguments, kernel.tuner
     made = tuner.hooks.inputs is not None
-    args, kwargs = call_description.rebuild(data, device, filled=not made)
+    main = base_function(tuner.fn)[1].__globals__
+    args, kwargs = call_description.rebuild(data, device, not made, main)
     grids = [
         (config.all_kwargs(), tuple(data["grids"][digest]))
         for config in tuner.configs
@@ -158,8 +176,16 @@ def _rebuilt(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
     )
 
 
-class _NotHere(TargetError):
-    """Why a call is left out."""
+class NotComparable(TargetError):
+    """Why a call is left out that its kernel may still make."""
+
+
+class _NotFound(TargetError):
+    """Why a call's kernel could not be looked for."""
+
+
+class _Changed(TargetError):
+    """Why no program of today makes a call."""
 
 
 def _imported(
@@ -167,17 +193,20 @@ def _imported(
 ) -> list[OfflineKernel]:
     module = call.place.partition(":")[0]
     if module == "__main__":
-        raise _NotHere("its kernel is defined in a script: name the script as TARGET")
+        raise _NotFound("its kernel is defined in a script: name the script as TARGET")
     found = modules(module)
     if isinstance(found, str):
-        raise _NotHere(f"{module} cannot be imported ({found}): name its file as TARGET")
+        raise _NotFound(f"{module} cannot be imported ({found}): name its file as TARGET")
+    for other in call_description.modules(call.arguments):  # of its arguments' classes
+        if isinstance(problem := modules(other), str):
+            raise _NotFound(f"{other} cannot be imported ({problem}): a class is in it")
     return found
 
 
 def _kernels_in(module: str) -> list[OfflineKernel] | str:
     """Return the kernels of a module, or why it cannot be imported."""
     try:
-        return find_kernels(vars(imports.import_named(module)))
+        return find_kernels(vars(imports.import_named(module)), under_triton=True)
     except (Exception, SystemExit) as error:
         cause: BaseException = error
         # A library's own message may leave the cause out. An error can be its own cause.
@@ -192,20 +221,23 @@ def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineK
         if kernel.tuner.identity.digest == call.arguments.get("kernel"):
             return kernel
     if named:
-        raise _NotHere(f"{call.place} has changed since it was recorded: record it again")
-    raise _NotHere(f"{call.place} is not an attribute of its module: name a TARGET that has it")
+        raise _Changed(f"{call.place} has changed since it was recorded: record it again")
+    problem = f"{call.place} is not an attribute of its module"
+    if "<locals>" in call.place:
+        raise NotComparable(f"{problem}: name a TARGET that has it")
+    raise _Changed(f"{problem}: record it again, or name a TARGET that has it")
 
 
-def _check(call: RecordedCall, kernel: OfflineKernel, zeros: bool) -> None:
+def _check(call: RecordedCall, kernel: OfflineKernel, shapes_only: bool) -> None:
     data, tuner = call.arguments, kernel.tuner
     if problem := data.get("problem"):
-        raise _NotHere(str(problem))
+        raise NotComparable(str(problem))
     names = call_description.unknown(data, tuner.arg_names)
-    if names and not zeros and tuner.hooks.inputs is None:
-        raise _NotHere(
-            f"the integers in {', '.join(names)} are not recorded: record them with "
-            "SAFETUNE_RECORD_VALUES=1, give the kernel `inputs=`, which makes its tensors, or use "
-            "zeros with --zeros"
+    if names and not shapes_only and tuner.hooks.inputs is None:
+        raise NotComparable(
+            f"of the integers in {', '.join(names)} no range is recorded, as under CUDA graph "
+            "capture: record a call without capture, or give the kernel `inputs=`, which makes "
+            "its tensors"
         )
 
 

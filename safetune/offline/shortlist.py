@@ -1,4 +1,4 @@
-"""The shortest list of configs that keeps every measured key about as fast as its best config.
+"""A short list of configs that keeps every measured key about as fast as its best config.
 
 In: the stored trials of one kernel. Out: which configs stay, and what that costs, also on keys that
 were not used to find them.
@@ -6,31 +6,22 @@ were not used to find them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
 
-from safetune.errors import InvalidSetting, SafetuneError, TargetError
+from safetune.errors import InvalidSetting, TargetError
 from safetune.frozen import dataclass
 from safetune.outcome import TRANSIENT, Mark
 from safetune.store.records import KeyRecord, TrialRecord
 
-#: The time limit of the search for the list, and of all those for held-out keys together. The lists
-#: of kernels take milliseconds.
-_LIMIT_S = 20.0
-#: By how much of the best time a config's times differ between keys that are alike.
-_LIKE = 0.01
 #: How many times as slow as the best a config counts at most, and where it does not work.
 _FAR = 2.0
-#: The pairs of keys, at most, from which keys like them are made.
-_PAIRS = 1000
-#: What a config has to add to a list, of one key.
-_NOTHING = 1e-9
+#: The maximum number of pairs of keys from which similar keys are made.
+_PAIRS = 250
 #: The keys are split into this many parts at most; each is held out once.
 _PARTS = 20
 
@@ -74,17 +65,6 @@ class Cost:
     worst: float
 
 
-@dataclass(frozen=True)
-class Shortlist:
-    """The configs that stay, by digest.
-
-    `proven`: there is no shorter list, and none of this length has a smaller weighted cost.
-    """
-
-    kept: frozenset[str]
-    proven: bool
-
-
 def measured_keys(
     stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]],
     weights: Mapping[str, float],
@@ -111,105 +91,99 @@ def measured_keys(
     return found
 
 
-def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> Shortlist:
-    """Return the shortest list with a config for each key that is `within` of its best.
+def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> frozenset[str]:
+    """Return a short list with a config for each key that is `within` of its best.
 
     A larger `keep` adds configs, up to that number, for keys that were not measured.
 
     Raises:
-        InvalidSetting: the shortest list has more than `keep` configs.
+        InvalidSetting: the short list has more than `keep` configs.
     """
-    found = _shortest(keys, within)
-    if 0 < keep < len(found.kept):
-        searched = "" if found.proven else " that the search found within its time limit,"
+    kept = _cover(keys, within)
+    if 0 < keep < len(kept):
         raise InvalidSetting(
-            f"--keep {keep} is less than the {len(found.kept)} configs of the shortest list"
-            f"{searched} with which no key is more than {within:.2%} slower: give "
-            f"--keep {len(found.kept)} or more, or a larger --within"
+            f"--keep {keep} is less than the {len(kept)} configs with which no key is more than "
+            f"{within:.2%} slower: give --keep {len(kept)} or more, or a larger --within"
         )
-    return replace(found, kept=_filled(keys, found.kept, keep))
+    return _longer([*keys, *_alike(keys)], within, kept, keep)
 
 
-def _filled(keys: Sequence[Measured], kept: frozenset[str], keep: int) -> frozenset[str]:
-    """Return a list with configs added, one by one, until there are `keep`.
+def _cover(keys: Sequence[Measured], within: float) -> frozenset[str]:
+    """Return configs so that each key has one that is `within` of its best, none of them needless.
 
-    Each time the config is added that is most likely the fastest on keys like the measured ones:
-    half way between two of them, or half as far beyond one of them, and `_LIKE` of the time apart.
-    Two configs with exactly the same time on a key are the same machine code, as a rule: the second
-    one adds nothing.
+    See `_longer` for their choice; then those that the others make needless go.
     """
-    if len(kept) >= keep or len(keys) < 2:
-        return kept
-    import numpy  # comes with scipy
+    kept = list(_longer(keys, within))
+    for config in sorted(kept):
+        others = [other for other in kept if other != config]
+        if others and all(key.slowdown(others) <= 1 + within for key in keys):
+            kept = others
+    return frozenset(kept)
 
+
+def _longer(
+    keys: Sequence[Measured],
+    within: float,
+    kept: frozenset[str] = frozenset(),
+    most: int | None = None,
+) -> frozenset[str]:
+    """Return a list with configs added by a greedy set cover, until there are `most`; if that is
+    None, until each key has one that is `within` of its best.
+
+    Each time the config is added that is fast enough on the most keys of those which have the
+    fewest such configs, of several the one with the least weighted time over all keys. Configs with
+    the same times are the same machine code: one of them is enough.
+    """
     configs = sorted({config for key in keys for config in key.times})
-    others = len(keys) - 1  # a pair is a number: reading its keys takes no list of all pairs
-    drawn = range(len(keys) * others)
-    pairs = [divmod(n, others) for n in random.Random(0).sample(drawn, min(len(drawn), _PAIRS))]
-    one, other = [n for n, _ in pairs], [m + (m >= n) for n, m in pairs]
-    measured = numpy.log([[min(key.slowdown([c]), _FAR) for key in keys] for c in configs])
-    apart = (measured[:, one] - measured[:, other]) / 2
-    slower = numpy.hstack([measured, measured[:, one] - apart, measured[:, one] + apart])
-    weights = numpy.array([key.weight for key in keys])
-    weights = numpy.concatenate([weights, weights[one], weights[one]])
-    near = numpy.exp((slower.min(axis=0) - slower) / _LIKE)
-    have = numpy.zeros(len(weights))
-    gains = numpy.full(len(configs), numpy.inf)
-    added = [configs.index(config) for config in sorted(kept)]
-    while len(kept) < keep:
-        for config in added:
-            have += near[config]
-            near[slower == slower[config]] = 0.0
-        found = -1
-        while found != (best := int(gains.argmax())):  # gains only fall: an old one is a bound
-            found, gains[best] = best, numpy.log1p(near[best] / have) @ weights
-        if gains[best] < _NOTHING * weights.sum():
+    rows = [_slowdowns(key, configs) for key in keys]
+    slower = dict(zip(configs, zip(*rows, strict=True), strict=True))
+    distinct = {slower[config]: config for config in (*configs, *sorted(kept))}.values()
+    fast = {
+        c: {n for n, slowdown in enumerate(slower[c]) if slowdown <= 1 + within} for c in slower
+    }
+    counts = Counter(n for config in kept for n in fast[config])
+    best = [min((slower[c][n] for c in kept), default=_FAR) for n in range(len(keys))]
+
+    def weighted(config: str) -> float:
+        times = zip(keys, best, slower[config], strict=True)
+        return math.fsum(key.weight * min(now, new) for key, now, new in times)
+
+    while most is None or len(kept) < most:
+        others = sorted(set(distinct) - kept)
+        open_keys = set[int]().union(*map(fast.__getitem__, others))
+        least = min((counts[n] for n in open_keys), default=1)
+        if not open_keys or (most is None and least):
             break
-        added = [best]
-        kept |= {configs[best]}
+        left = {n for n in open_keys if counts[n] == least}
+        covered = max(len(fast[config] & left) for config in others)
+        added = min((c for c in others if len(fast[c] & left) == covered), key=weighted)
+        kept |= {added}
+        counts.update(fast[added])
+        best = [*map(min, best, slower[added])]
     return kept
 
 
-def _shortest(keys: Sequence[Measured], within: float, limit_s: float = _LIMIT_S) -> Shortlist:
-    """Return the shortest list with a config for each key that is `within` of its best.
-
-    This is a set cover, solved exactly as an integer program: with the tens of configs that a
-    kernel declares that takes milliseconds, and a greedy cover may keep more than is needed. Of
-    several shortest lists the one with the least weighted time is returned.
-    """
-    milp, sparse, constraint = _scipy()
+def _alike(keys: Sequence[Measured]) -> list[Measured]:
+    """Return keys as they may come: half way between two measured ones, and half as far beyond."""
     configs = sorted({config for key in keys for config in key.times})
-    number = {config: i for i, config in enumerate(configs)}
-    pairs = [
-        (row, number[config], time / key.best - 1)
-        for row, key in enumerate(keys)
-        for config, time in key.times.items()
-        if time <= key.best * (1 + within)
-    ]
-    weight = sum(key.weight for key in keys) * max(within, 1e-9)
-    # All losses together count less than one config.
-    losses = [0.5 * keys[row].weight * loss / weight for row, _, loss in pairs]
-    count, edges = len(configs), range(len(pairs))
-    # Variables: whether a config stays; then, for each pair, whether that key launches that config.
-    launches = [count + edge for edge in edges]
-    one_each = sparse(([1.0] * len(pairs), ([row for row, _, _ in pairs], launches)))
-    of_kept = sparse(
-        (
-            [1.0] * len(pairs) + [-1.0] * len(pairs),
-            ([*edges, *edges], [*launches, *(column for _, column, _ in pairs)]),
-        )
-    )
-    solved = milp(
-        [1.0] * count + losses,
-        integrality=[1] * count + [0] * len(pairs),
-        bounds=(0, 1),
-        constraints=[constraint(one_each, 1, 1), constraint(of_kept, -math.inf, 0)],
-        options={"time_limit": limit_s, "mip_rel_gap": 0},
-    )
-    if solved.x is None:
-        return Shortlist(frozenset(configs), proven=False)
-    kept = {config for config, stays in zip(configs, solved.x, strict=False) if stays > 0.5}
-    return Shortlist(frozenset(kept), proven=solved.status == 0)
+    logs = [[math.log(slowdown) for slowdown in _slowdowns(key, configs)] for key in keys]
+    pairs = list(itertools.permutations(range(len(keys)), 2))
+    pairs = random.Random(0).sample(pairs, min(len(pairs), _PAIRS))
+    alike = []
+    for n, m in pairs:
+        for way in (-1, 1):
+            between = [
+                log + way * (log - other) / 2 for log, other in zip(logs[n], logs[m], strict=True)
+            ]
+            times = dict(zip(configs, map(math.exp, between), strict=True))
+            alike.append(Measured(keys[n].key, times, keys[n].weight))
+    return alike
+
+
+def _slowdowns(key: Measured, configs: Iterable[str]) -> list[float]:
+    """Return how many times as long as the best each config takes, at most `_FAR`."""
+    best = key.best
+    return [min(key.times.get(config, math.inf) / best, _FAR) for config in configs]
 
 
 def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
@@ -219,33 +193,26 @@ def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
 
 
 def held_out(
-    keys: Sequence[Measured],
-    within: float,
-    keeps: Iterable[int] = (0,),
-    clock: Callable[[], float] = time.monotonic,
+    keys: Sequence[Measured], within: float, keeps: Iterable[int] = (0,)
 ) -> dict[int, Cost]:
-    """Return what lists of some lengths cost on keys that they were not made from, by length.
+    """Return the cost of lists of some lengths on keys left out of their making, by length.
 
     Each key is judged once, by the list made from all others, or from the keys of the other parts.
-    At the time limit the keys of the parts that are left are not judged; without any that were, as
-    with fewer than two keys, nothing is returned.
+    With fewer than two keys nothing is returned.
     """
     if len(keys) < 2:
         return {}
     mixed = sorted(keys, key=lambda key: key.key.digest)
     random.Random(0).shuffle(mixed)
-    parts = [mixed[start::_PARTS] for start in range(min(_PARTS, len(mixed)))]
     judged: dict[int, list[tuple[Measured, float]]] = {keep: [] for keep in keeps}
-    end = clock() + _LIMIT_S
-    for part in parts:
+    for start in range(min(_PARTS, len(mixed))):
+        part = mixed[start::_PARTS]
         others = [key for key in mixed if key not in part]
-        left_s = end - clock()
-        if left_s <= 0 or not (found := _shortest(others, within, left_s)).proven:
-            break
+        cover, likely = _cover(others, within), [*others, *_alike(others)]
         for keep, of_length in judged.items():
-            kept = _filled(others, found.kept, keep)
+            kept = _longer(likely, within, cover, keep)
             of_length += [(key, key.slowdown(kept)) for key in part]
-    return {keep: _total(of_length) for keep, of_length in judged.items() if of_length}
+    return {keep: _total(of_length) for keep, of_length in judged.items()}
 
 
 def wins(keys: Iterable[Measured]) -> Counter[str]:
@@ -263,15 +230,6 @@ def _total(judged: Sequence[tuple[Measured, float]]) -> Cost:
         weighted=math.fsum(share * ratio for share, ratio in works) / weight if works else 1.0,
         worst=max(ratios, default=1.0),
     )
-
-
-def _scipy() -> tuple[Any, Any, Any]:
-    try:
-        from scipy.optimize import LinearConstraint, milp
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise SafetuneError("prune needs scipy: pip install 'safetune[prune]'") from error
-    return milp, csr_array, LinearConstraint
 
 
 def of_newest(

@@ -6,10 +6,8 @@ import inspect
 import itertools
 import reprlib
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,28 +18,20 @@ from safetune.errors import (
     TargetError,
     WorkerUnavailable,
     WorkloadError,
-    from_signal_handler,
 )
 from safetune.frontend.autotuner import Autotuner
 from safetune.frozen import dataclass
 from safetune.inputs.workload import Workload
 from safetune.integrations import install
-from safetune.keys.kernel_digest import is_interpreted
-from safetune.keys.tuning_key import INTERPRETER
+from safetune.keys.identity import is_interpreted
 from safetune.launch.call_shape import heuristic_values, named_arguments
 from safetune.miss import reporting
 from safetune.miss.resolve import Miss, why_not_isolated
 from safetune.settings import Mode, Settings
-from safetune.store.local import db_files
-from safetune.store.local.store import Store
 from safetune.store.lookup import GuardedStore, open_lookup
-from safetune.store.shared.layer import SWEEP_WAIT_S, SharedLayer
-from safetune.store.shared.opening import SWEEP_S, open_shared
-from safetune.tuning import requests
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
-from safetune.tuning.shared_bench import HelpersBench, SharedBench
 from safetune.tuning.single_flight import WaitBudget
-from safetune.tuning.tuner import measure, recall, tune
+from safetune.tuning.tuner import tune
 
 
 @dataclass(frozen=True)
@@ -71,13 +61,14 @@ class Task:
     workload: Workload
     dtype: str
     marks: tuple[str, ...] = ()  # for every outcome, e.g. that its inputs were drawn at random
-    ahead: deque[bytes] = field(default_factory=deque)  # see `TuningRequest`
 
 
-def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
+def find_kernels(namespace: dict[str, Any], under_triton: bool = False) -> list[OfflineKernel]:
     """Return the kernels under @safetune in a module, without duplicates, in their order.
 
-    After `safetune.install()` also those under a library's own subclass of Triton's tuner.
+    Args:
+        under_triton: also those under `triton.autotune` or a library's own subclass of its tuner,
+            which are there in any case after `safetune.install()`.
     """
     found: dict[int, OfflineKernel] = {}
     for value in namespace.values():
@@ -85,7 +76,7 @@ def find_kernels(namespace: dict[str, Any]) -> list[OfflineKernel]:
         while isinstance(inner, Heuristics):
             inner = inner.fn
         if not isinstance(inner, Autotuner):
-            inner = install.launched_in_place_of(inner)
+            inner = install.launched_in_place_of(inner, under_triton)
         if isinstance(inner, Autotuner):
             found.setdefault(id(inner), OfflineKernel(inner.base_fn.__name__, inner, value))
     return list(found.values())
@@ -137,17 +128,20 @@ def tasks(kernel: OfflineKernel, device: str | None, dtypes: Sequence[str]) -> I
     return itertools.chain.from_iterable(streams(kernel, device, dtypes))
 
 
+def miss_of(task: Task) -> Miss:
+    """Return the call of a task, with the values of the heuristics above the tuner."""
+    workload, outer = task.workload, task.kernel.outer
+    kwargs = {**workload.kwargs, "grid": workload.grid}
+    named = named_arguments(outer.arg_names, workload.args, kwargs)
+    return Miss(task.kernel.tuner, workload.args, kwargs | heuristic_values(outer, named)[1])
+
+
 def request_for(task: Task, force: bool = False) -> TuningRequest:
     """Return the tuning of a task; raises `NoDevice`, `InvalidConfig` and `WorkerUnavailable`."""
-    kwargs = {**task.workload.kwargs, "grid": task.workload.grid}
-    outer = task.kernel.outer
-    named = named_arguments(outer.arg_names, task.workload.args, kwargs)
-    kwargs |= heuristic_values(outer, named)[1]
-    miss = Miss(task.kernel.tuner, task.workload.args, kwargs)
+    miss = miss_of(task)
     if reason := why_not_isolated(miss.call):
         raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
-    request = miss.request(force)
-    return replace(request, marks=task.marks, ahead=task.ahead, goes_on=True)
+    return replace(miss.request(force), marks=task.marks, goes_on=True)
 
 
 def open_tuning_store(read_only: bool = False) -> GuardedStore:
@@ -156,33 +150,17 @@ def open_tuning_store(read_only: bool = False) -> GuardedStore:
     return open_lookup(replace(Settings.current(), mode=mode)).store
 
 
-def open_shared_store() -> GuardedStore:
-    """Return the store for a tuning that several processes share, which may wait for its answers.
-
-    Its shared store gives leases, where it can.
-    """
-    settings = replace(Settings.current(), mode=Mode.TUNE)
-    store = open_lookup(settings).store
-    if store.shared is not None:
-        url = db_files.locate(settings).shared(settings)
-        shared = open_shared(url, sweep=True, node=store.path)
-        store.shared = SharedLayer(shared, store.connection, budget_s=SWEEP_S, wait_s=SWEEP_WAIT_S)
-    return store
-
-
 def tune_task(
     task: Task,
     watch: Callable[[reporting.Tally], None],
     force: bool = False,
     key_budget: WaitBudget | None = None,
-    shared: bool = False,
 ) -> TuningResult:
     """Tune one task into the local store; configs with a stored outcome are not measured again.
 
     Args:
         watch: gets what knows how far the tuning is, and may show it.
         key_budget: how long to wait for another process that tunes the key; without end if None.
-        shared: other processes of this node may `help_with_task`, or do it if this card fails.
 
     Raises:
         NoWorkingConfig: every config failed.
@@ -195,76 +173,17 @@ def tune_task(
     except SafetuneError:
         raise
     except Exception as error:
-        if from_signal_handler(error):
-            raise
         raise WorkloadError(
             f"preparing {task.kernel.name} for {task.workload.name} raised "
             f"{type(error).__name__}: {error}{place_of(error)}"
         ) from error
     store = open_tuning_store()
-    if shared:
-        request = replace(request, bench=partial(SharedBench, store))
     with reporting.observing(request, store, phases, quiet=True) as tally:
         watch(tally)
         budget = WaitBudget(tell=tally.wait_for)
         result = tune(request, store, tally, None, budget, phases, key_budget)
     reporting.tell_result(request, result, shown=True)
     return result
-
-
-#: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
-_MOST_GAP_S = 300.0
-
-
-def seconds_per_config(store: Store, kernel: str) -> float | None:
-    """Return how long the stored sweeps of a kernel took for a config; None without any."""
-    gaps = []
-    for _, trials in store.trials_of(kernel):
-        times = sorted(trial.created for trial in trials)
-        gaps += [after - before for before, after in itertools.pairwise(times)]
-    gaps = [gap for gap in gaps if gap <= _MOST_GAP_S]
-    return sum(gaps) / len(gaps) if gaps else None
-
-
-#: A process that helps takes a second to begin, and what it measures is launched once more: on two
-#: H100s that took 2.2 s of both (3.7 s for 288 configs that one measures in 3.0 s). Help with more
-#: than twice that gains; by what is stored of the kernel, else from this many configs on.
-_LEAST_S, _MANY, _MANY_INTERPRETED = 5.0, 500, 16
-
-
-def is_worth_help(left: int, seconds: float | None, interpreted: bool) -> bool:
-    """Whether it gains time that a second process measures a part of the configs that are left.
-
-    Args:
-        seconds: for one of them; None if that is not known.
-    """
-    if interpreted:
-        return left >= _MANY_INTERPRETED
-    return left >= _MANY if seconds is None else left * seconds >= _LEAST_S
-
-
-def help_with_task(
-    planned: TuningRequest, make: Callable[[], Task], watch: Callable[[reporting.Tally], None]
-) -> None:
-    """Measure configs of a key that another process of this node tunes; that one chooses.
-
-    Args:
-        planned: the request without its call.
-        make: makes the task.
-    """
-    store = open_tuning_store()
-    left = len(planned.configs) - len(requests.lasting_outcomes(planned, store))
-    seconds = seconds_per_config(store, planned.key.kernel.name)
-    interpreted = planned.key.device.name == INTERPRETER
-    if planned.budget is not None or not is_worth_help(left, seconds, interpreted):
-        return
-    phases = Phases("lookup")
-    request = replace(request_for(make()), bench=partial(HelpersBench, store))
-    with reporting.observing(request, store, phases, quiet=True) as tally:
-        watch(tally)
-        tuning = recall(request, store, tally, phases)
-        if tuning.new:
-            measure(tuning, None, WaitBudget(0.0))
 
 
 #: The characters of a wrong workload that a message shows: it may be a tensor.
@@ -289,21 +208,8 @@ def _yielded(
         if not isinstance(workloads, Iterable):
             workloads = [workloads]
         for workload in workloads:
-            if not isinstance(workload, Workload):
-                raise WorkloadError(
-                    f"{name} gave {reprlib.repr(workload)[:_MOST_SHOWN]}; it must yield "
-                    f"safetune.Workload(name, grid, args, kwargs) ({location})"
-                )
-            if mistake := _mistake(workload):
-                raise WorkloadError(
-                    f"{name} yielded the workload {workload.name!r:.{_MOST_SHOWN}}, of which "
-                    f"{mistake} ({location})"
-                )
-            if workload.name in names:
-                raise WorkloadError(
-                    f"{name} yielded two workloads named {workload.name!r}; give each a name of "
-                    f"its own ({location})"
-                )
+            if mistake := _mistake(workload, names):
+                raise WorkloadError(f"{name} {mistake} ({location})")
             names.add(workload.name)
             yield workload
     except WorkloadError:
@@ -315,17 +221,24 @@ def _yielded(
 
 
 def place_of(error: BaseException) -> str:
-    """Return where an error was raised, after what it says."""
+    """Return the line that raised an error, after its message."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f" ({last.filename}:{last.lineno})"
 
 
-def _mistake(workload: Workload) -> str:
-    """Return what a workload cannot have; empty if nothing is wrong with it."""
+def _mistake(workload: object, names: Container[str]) -> str:
+    """Return the problem of a yielded workload; empty if there is none."""
+    if not isinstance(workload, Workload):
+        shown = reprlib.repr(workload)[:_MOST_SHOWN]
+        return f"gave {shown}; it must yield safetune.Workload(name, grid, args, kwargs)"
+    args, kwargs, problem = workload.args, workload.kwargs, ""
     if not (isinstance(workload.name, str) and workload.name.isprintable()):
-        return "the name must be text on one line"
-    if not isinstance(workload.args, (tuple, list)):
-        return f"args must be a tuple, and not a {type(workload.args).__name__}"
-    if not isinstance(workload.kwargs, Mapping):
-        return f"kwargs must be a dict, and not a {type(workload.kwargs).__name__}"
-    return ""
+        problem = "the name must be text on one line"
+    elif not isinstance(args, (tuple, list)):
+        problem = f"args must be a tuple, and not a {type(args).__name__}"
+    elif not isinstance(kwargs, Mapping):
+        problem = f"kwargs must be a dict, and not a {type(kwargs).__name__}"
+    elif workload.name in names:
+        return f"yielded two workloads named {workload.name!r}; give each a name of its own"
+    shown = f"yielded the workload {workload.name!r:.{_MOST_SHOWN}}, of which "
+    return problem and shown + problem

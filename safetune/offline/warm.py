@@ -11,25 +11,25 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Config
 
 from safetune import triton_compile, triton_internals
+from safetune.both import backend
 from safetune.config import config_text
-from safetune.errors import WorkloadError, from_signal_handler
+from safetune.errors import WorkloadError
 from safetune.frozen import dataclass
 from safetune.inputs import compile_spec
-from safetune.isolation import backend
 from safetune.isolation.compile_pool import CompilePool
 from safetune.keys import tuning_key
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from safetune.keys.tuning_key import Device
-from safetune.launch.call_shape import Launched, heuristic_values, named_arguments
+from safetune.launch.call_shape import Launched
 from safetune.messages import logger
 from safetune.miss import candidates
-from safetune.miss.resolve import Miss, stored
+from safetune.miss.resolve import stored
 from safetune.offline import replay, tasks
 from safetune.offline.tasks import OfflineKernel, Task
 from safetune.settings import Settings
@@ -37,7 +37,7 @@ from safetune.store.lookup import Lookup, open_lookup
 from safetune.store.records import KeyRecord
 
 if TYPE_CHECKING:
-    from safetune.isolation.backend import Backend
+    from safetune.both.backend import Backend
 
 #: Where the config of a call is from.
 STORED, FALLBACK, ONLY = "stored", "fallback", "the only config"
@@ -45,10 +45,33 @@ STORED, FALLBACK, ONLY = "stored", "fallback", "the only config"
 
 @dataclass(frozen=True)
 class Described:
-    """A device as a stored choice describes it: what it is, and the target to compile for."""
+    """A device as a stored choice describes it: what it is, and the target to compile for.
+
+    It answers as the back end of a device that is not here, as far as a launch asks one.
+    """
+
+    hidden: ClassVar[Mapping[str, str]] = {}
+    torch_type: ClassVar[str] = "meta"
+    needs_torch: ClassVar[bool] = False
 
     device: Device
     target: str  # e.g. `cuda:90:32`
+
+    def device_name(self, index: int) -> str:
+        """Return the product name that is in the stored keys."""
+        return self.device.name
+
+    def launch_stream(self) -> int:
+        """Return the default stream."""
+        return 0
+
+    def capture_id(self, stream: int) -> int:
+        """Return that there is no capture."""
+        return 0
+
+    def is_known_pointer(self, address: int) -> bool:
+        """Return that nothing is in the memory of a device."""
+        return False
 
     @property
     def gpu_target(self) -> GPUTarget:
@@ -104,7 +127,7 @@ def declared(
     """Return the tasks of a kernel's workloads, if possible with tensors that have no memory."""
     try:
         found = [task for stream in tasks.streams(kernel, "meta", dtypes) for task in stream]
-    except WorkloadError:  # it looks at what its tensors hold
+    except WorkloadError:  # its code reads the contents of tensors
         found = [task for stream in tasks.streams(kernel, "cpu", dtypes) for task in stream]
     return [task for task in found if not shapes or task.workload.name in shapes]
 
@@ -112,8 +135,8 @@ def declared(
 def warm(
     calls: Iterable[Task], described: Described, lookup: Lookup, timeout_s: float
 ) -> list[Warmed]:
-    """Compile what launches of these calls need on one device, into Triton's disk cache."""
-    with _as_device(described):
+    """Compile the binaries for these calls on one device into Triton's disk cache."""
+    with as_device(described):
         found = [_job(task, described, lookup) for task in calls]
         done = [job for job in found if isinstance(job, Warmed)]
         jobs = [job for job in found if isinstance(job, _Job)]
@@ -137,31 +160,27 @@ class Launch:
 
 def launch_of(task: Task, lookup: Lookup, warmup: bool = False) -> Launch:
     """Return the launch of a task; with `warmup` it compiles the kernel, and runs nothing."""
-    tuner, workload = task.kernel.tuner, task.workload
-    args, kwargs = workload.args, dict(workload.kwargs)
-    named = named_arguments(task.kernel.outer.arg_names, args, kwargs)
-    kwargs |= heuristic_values(task.kernel.outer, named)[1]
-    request = Miss(tuner, args, {**kwargs, "grid": workload.grid}).request()
+    tuner, workload, miss = task.kernel.tuner, task.workload, tasks.miss_of(task)
+    request = miss.request()
     if len(request.configs) == 1:
         config, origin = request.configs[0], ONLY
     else:
-        choice, _ = stored(tuner, request, lookup)
+        choice = stored(tuner, request, lookup).config
         config = choice or candidates.best_known(request, lookup)
         origin = FALLBACK if choice is None else STORED
-    passed = {**kwargs, "warmup": warmup}
-    run = functools.partial(tuner.launch_with, config, None, workload.grid, args, passed)
+    passed = {**miss.call.kwargs, "warmup": warmup}
+    run = functools.partial(tuner.launch_with, config, None, workload.grid, workload.args, passed)
     return Launch(request.key.digest, config, origin, run)
 
 
 def preload(*kernels: Any, dtypes: Sequence[str] = ()) -> int:
-    """Have this process load, before its first launch, what these kernels launch.
+    """Load the binaries of these kernels before their first launch; return the number loaded.
 
-    For each workload, in these dtypes or in those that it declares, and for each recorded call of a
-    kernel under @safetune: the config that a launch now would have is compiled, or found in
-    Triton's disk cache, and loaded on the current device. No launch of such a call compiles
-    afterwards, and none calls Triton's compile hooks, with which servers report or refuse
-    compilations. Nothing is launched or tuned. Return how many binaries were loaded; what cannot be
-    is logged.
+    For each workload, in these dtypes or its own, and for each recorded call of a kernel under
+    @safetune: compiles the config of a launch, or finds it in Triton's disk cache, and loads it on
+    the current device. Later launches of these calls do not compile and do not call Triton's
+    compile hooks, with which servers report or refuse compilations. Nothing is launched or tuned.
+    Binaries that cannot be loaded are logged.
     """
     lookup = open_lookup(Settings.current())
     found = tasks.find_kernels(dict(enumerate(kernels)))  # type: ignore[arg-type]
@@ -169,7 +188,7 @@ def preload(*kernels: Any, dtypes: Sequence[str] = ()) -> int:
     of_these = {kernel.name for kernel in found}
     recorded = [call for call in lookup.store.calls() if call.name in of_these]
     unreadable: list[replay.LeftOut] = []
-    calls += replay.shapes(replay.sort_out(recorded, found, zeros=True, left_out=[]), unreadable)
+    calls += replay.shapes(replay.sort_out(recorded, found, [], shapes_only=True), unreadable)
     for each in unreadable:
         logger.warning("%s is not loaded: %s", each.words, each.reason)
     loaded = set()
@@ -178,8 +197,6 @@ def preload(*kernels: Any, dtypes: Sequence[str] = ()) -> int:
             binary = launch_of(task, lookup, warmup=True).run().result
             binary.run  # noqa: B018 - Triton loads it when it is asked how to run it
         except Exception as error:
-            if from_signal_handler(error):
-                raise
             logger.warning("%s %s is not loaded: %s", task.kernel.name, task.workload.name, error)
         else:
             loaded.add(id(binary))
@@ -192,7 +209,7 @@ def _job(task: Task, described: Described, lookup: Lookup) -> _Job | Warmed:
     facts = (kernel.name, words, described.device.name)
     try:
         launch = launch_of(task, lookup)
-        triton_compile.forget_binaries(jit)  # those of the device before
+        triton_compile.forget_binaries(jit)  # of the device before
         spec = triton_internals.compile_arguments(jit, launch.run, 0)
         is_cached = triton_compile.cached_binary(jit, spec) is not None
     except Exception as error:  # the user's prune functions, heuristics and hooks
@@ -224,14 +241,14 @@ def _compiled(jobs: Sequence[_Job], timeout_s: float) -> Iterator[Warmed]:
 
 
 @contextlib.contextmanager
-def _as_device(described: Described) -> Iterator[None]:
-    """Have this process compile for a device, and make the keys that a process there makes."""
+def as_device(described: Described) -> Iterator[None]:
+    """Let this process compile for a device, and make the keys that a process there makes."""
     device, target = described.device, described.gpu_target
     properties = {
         "multiprocessor_count": device.sm_count,
         "max_shared_mem": device.shared_memory_bytes,
     }
-    backend.register(target.backend, cast("Backend", _Described(device.name)))
+    backend.register(target.backend, cast("Backend", described))
     tuning_key.forget_devices()
     try:
         with triton_compile.compiling_for(target, properties):
@@ -239,30 +256,3 @@ def _as_device(described: Described) -> Iterator[None]:
     finally:
         backend.unregister(target.backend)
         tuning_key.forget_devices()
-
-
-class _Described:
-    """What a launch asks a back end, for a device that is not here."""
-
-    hidden: Mapping[str, str] = {}
-    torch_type = "meta"
-    needs_torch = False
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def device_name(self, index: int) -> str:
-        """Return the product name that is in the stored keys."""
-        return self._name
-
-    def launch_stream(self) -> int:
-        """Return the default stream."""
-        return 0
-
-    def capture_id(self, stream: int) -> int:
-        """Return that there is no capture."""
-        return 0
-
-    def is_known_pointer(self, address: int) -> bool:
-        """Return that nothing is in the memory of a device."""
-        return False

@@ -39,7 +39,7 @@ def safetune_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def _forget_choices() -> None:
-    """Have every kernel that was launched ask the store again."""
+    """Make every kernel that was launched ask the store again."""
     known: Any = sys.modules.get("safetune.launch.key_state")
     if known is not None:
         for tuner in {id(state.tuner): state.tuner for state in known.all_states()}.values():

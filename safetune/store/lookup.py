@@ -1,15 +1,14 @@
 """The layers in which a choice is looked for: memory, the local store, the shared store, packs.
 
 A store that cannot be opened costs one warning, and a store that fails later one line in the log
-(`GuardedStore`); the run goes on in memory, and writes again once that is possible.
+(`GuardedStore`); the run continues with the choices in its memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections import deque
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,14 +21,14 @@ from safetune.store.local import db_files
 from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged, Locked
 from safetune.store.local.rows import RecordError
-from safetune.store.local.store import Store
-from safetune.store.records import precedence
+from safetune.store.local.store import IMPORTED, Store
+from safetune.store.records import ChoiceRecord, precedence
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
     from safetune.settings import Settings
     from safetune.store.packs.packs import Packs
-    from safetune.store.records import ChoiceRecord, RelatedChoice, TrialRecord
+    from safetune.store.records import RelatedChoice
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -39,124 +38,90 @@ _opening = forks.lock()
 
 def _guarded_write(method: Method) -> Method:
     @functools.wraps(method)
-    def write(self: GuardedStore, *records: Any) -> Any:
+    def write(self: GuardedStore, *records: Any, **how: Any) -> Any:
         try:
-            self.write_unsent()
-            stored = _tried(Damaged, method, self, *records)
-            self._reported.discard(("write",))
-            return stored
+            return _tried(Damaged, functools.partial(method, **how), self, *records)
         except RecordError as error:
             for record in records if len(records) > 1 else ():
-                write(self, record)  # the others are stored
+                write(self, record, **how)  # the others are stored
             if len(records) == 1:
                 logger.warning("a record is not stored: %s", error)
-            return records[0]
         except StoreError as error:
-            self._report("write", "%s; continuing in memory", error)
-        try:
-            stored = method(self.spare(), *records)
-        except StoreError as error:
-            logger.warning("a record is not stored: %s", error)
-            return records[0]
-        self._unsent.append(functools.partial(method, self, *records))
-        return stored
+            self.lost = self.lost or error
+            self._unstored.update(
+                ((c.key, c.declared), c) for c in records if type(c) is ChoiceRecord
+            )
+            self._report("write", "%s; this process keeps its choices in memory", error)
+        return records[0]
 
     return cast("Method", write)
 
 
-def _guarded_read(method: Method, merged: Callable[[list[Any]], Any]) -> Method:
-    """`merged` makes one answer of what is stored and what is in memory, or of neither."""
-
+def _guarded_read(method: Method, nothing: Callable[[], Any]) -> Method:
     @functools.wraps(method)
     def read(self: GuardedStore, *arguments: Any) -> Any:
-        answers = []
-        self._try_to_write_unsent()
         try:
-            answers.append(_tried(StoreError, method, self, *arguments))
-            self._reported.discard(("read",))
+            return _tried(StoreError, method, self, *arguments)
         except StoreError as error:
             self._report("read", "%s; continuing without its choices", error)
-        spare = self._spare  # another thread may have written all of it meanwhile
-        if spare is not None:
-            try:
-                answers.append(method(spare, *arguments))
-            except StoreError as error:
-                logger.warning("%s", error)
-        return answers[0] if len(answers) == 1 else merged(answers)
+            return nothing()
 
     return cast("Method", read)
 
 
 def _tried(again: type[StoreError], method: Callable[..., Any], *arguments: Any) -> Any:
-    """Try once more after some errors: opening it again repairs damage or moves it aside."""
+    """Try once more after some errors: opening a damaged database again sets it aside."""
     with contextlib.suppress(again):
         return method(*arguments)
     return method(*arguments)
 
 
-def _trials(answers: list[list[TrialRecord]]) -> list[TrialRecord]:
-    trials = itertools.chain(*answers)  # one in memory replaces the stored one
-    merged = {(trial.generation, trial.config_digest): trial for trial in trials}
-    return sorted(merged.values(), key=lambda trial: trial.generation)
-
-
-def _choice(answers: list[ChoiceRecord | None]) -> ChoiceRecord | None:
-    return min(filter(None, answers), key=precedence, default=None)
-
-
 class GuardedStore(Store):
     """A store whose tuning methods never raise; those of the command line raise as in `Store`.
 
-    What cannot be written goes to memory, and is written as soon as that is possible again; where
-    the database cannot be read, only memory is left. Each is logged once. A record that no store
-    would keep is logged and dropped.
+    Where it cannot be written, a record is lost to other processes and to later ones, and a choice
+    stays in memory. Where it cannot be read, it is empty. The first error of each is logged.
     """
+
+    #: Why the first of the records that could not be written is lost; None if all are stored.
+    lost: StoreError | None = None
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._spare: Store | None = None
-        self._unsent: deque[Callable[[], object]] = deque()
-
-    def spare(self) -> Store:
-        """Return the store in memory that holds what could not be written."""
-        spare = self._spare
-        if spare is None:
-            forks.register("database", at_exit=self._try_to_write_unsent)
-            spare = self._spare = Store.in_memory()
-        return spare
-
-    def write_unsent(self) -> None:
-        """Write what could not be written before; raises `StoreError`."""
-        with contextlib.suppress(IndexError):  # also where another thread has taken the last one
-            while True:
-                write = self._unsent.popleft()
-                try:
-                    write()
-                except StoreError:
-                    self._unsent.appendleft(write)
-                    raise
-        if self._spare is not None:
-            self._spare = None
-            logger.info("the store %s is written to again", self.path)
-
-    def _try_to_write_unsent(self) -> None:
-        with contextlib.suppress(StoreError):
-            self.write_unsent()
+        self._unstored: dict[tuple[str, str], ChoiceRecord] = {}
 
     def _report(self, what: str, text: str, error: StoreError) -> None:
-        """Log an error, once until this works again."""
+        """Log the first error."""
         if (what,) not in self._reported:
             self._reported.add((what,))
             logger.warning(text, error)
 
     put_key = _guarded_write(Store.put_key)
     put_trial = _guarded_write(Store.put_trial)
+    drop_in_flight = _guarded_write(Store.drop_in_flight)
     put_choice = _guarded_write(Store.put_choice)
     put_call = _guarded_write(Store.put_call)
     count_calls = _guarded_write(Store.count_calls)
-    trials = _guarded_read(Store.trials, _trials)
-    choice = _guarded_read(Store.choice, _choice)
-    related = _guarded_read(Store.related, lambda answers: list(itertools.chain(*answers)))
+    trials = _guarded_read(Store.trials, list)
+    related = _guarded_read(Store.related, list)
+    origin = _guarded_read(Store.origin, str)
+    pinned = _guarded_read(Store.pinned, lambda: None)
+    _stored_choice = _guarded_read(Store.choice, lambda: None)
+
+    def choice(
+        self, key: str, declared: str | None = None, among: Collection[str] | None = None
+    ) -> ChoiceRecord | None:
+        """Return the choice as `Store.choice` does, also one that could not be stored."""
+        stored: ChoiceRecord | None = self._stored_choice(key, declared, among)
+        if not self._unstored:
+            return stored
+        choices = [
+            choice
+            for choice in self._unstored.values()
+            if choice.key == key and declared in (None, choice.declared)
+            if among is None or choice.config_digest in among
+        ]
+        return min([*choices, *filter(None, [stored])], key=precedence, default=None)
 
 
 class Lookup:
@@ -172,13 +137,14 @@ class Lookup:
         self.store = store
         self._directories = directories
         self._memory: dict[tuple[str, str], ChoiceRecord] = {}
+        self._told: set[tuple[str, str]] = set()
 
     def find(
         self, key: TuningKey, declared: str, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
         """Return the choice of the first layer that has one; the caller checks and remembers it.
 
-        The local store is first brought up to date with the shared one, at most once a minute.
+        The first lookup of a process waits until the local store is up to date with the shared one.
 
         Args:
             declared: digest over the list of configs that the choice was made from.
@@ -199,20 +165,69 @@ class Lookup:
 
             space = space_of(key)
             self.store.shared.refresh(space)
-            yield self.store.choice(key.digest, declared, among)
-            # Also what the local store could not keep of the shared one, or does not have yet.
-            yield self.store.shared.choice(space, key.digest, declared)
+            # Of one generation the one that was pulled goes first: all nodes launch that.
+            pulled = self.store.shared.choice(key.digest, declared)
+            stored = self.store.choice(key.digest, declared, among)
+            choices = filter(None, [pulled, stored])
+            yield from sorted(choices, key=lambda c: (not c.pinned, -c.generation))
+        if not self._may_have_packs:
+            return
         try:
-            found = self._packs.find(key, declared)
+            found = self._packs.find(key, declared, among)
         except OSError as error:  # without a descriptor left, no module can be imported
             logger.warning("packs are not read: %s", error)
         else:
             yield found
 
+    def tell_unused(
+        self, key: TuningKey, declared: str, among: Collection[str], is_tuned: bool
+    ) -> None:
+        """Log, once for each kernel and place, that a choice for a key was moved here in vain.
+
+        Args:
+            is_tuned: the key is tuned now; else a choice from another list may be the fallback.
+        """
+        for where, choice in self._moved(key):
+            if choice.declared != declared and not choice.pinned:
+                why = "it was made from another list of configs" * is_tuned
+            else:
+                why = "its config is not declared, or pruned" * (choice.config_digest not in among)
+            if why and (key.kernel.name, where) not in self._told:
+                self._told.add((key.kernel.name, where))
+                logger.warning(
+                    "%s: the choice for %s in %s is not used: %s", key.kernel.name, key, where, why
+                )
+
+    def _moved(self, key: TuningKey) -> Iterator[tuple[str, ChoiceRecord]]:
+        """Yield the choices for a key that people have put here: in packs, or by an import."""
+        if self._may_have_packs:
+            with contextlib.suppress(OSError):
+                yield from ((str(path), choice) for path, choice in self._packs.of_key(key))
+        if pinned := self.store.pinned(key.digest):
+            yield "the store, which is pinned", pinned
+        stored = self.store.choice(key.digest)
+        if stored is not None and self.store.origin(stored) == IMPORTED:
+            yield "the store, which was imported", stored
+
+    def is_pulled(self, key: TuningKey) -> bool:
+        """Whether the choices of the shared store are here, if there is one."""
+        if self.store.shared is None:
+            return True
+        from safetune.store.shared.protocol import space_of
+
+        return self.store.shared.is_complete(space_of(key))
+
+    def after_pull(self, key: TuningKey, work: Callable[[], object]) -> None:
+        """Call `work` once they are here, also from another thread."""
+        if self.store.shared is not None:
+            from safetune.store.shared.protocol import space_of
+
+            self.store.shared.after_first_pull(space_of(key), work)
+
     def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return the choices for the key's kernel and device, of any call and toolchain."""
         stored = self.store.related(key.kernel.digest, key.device.digest)
-        return [*stored, *self._packs.related(key)]
+        return [*stored, *(self._packs.related(key) if self._may_have_packs else ())]
 
     def remember(self, choice: ChoiceRecord) -> None:
         """Keep a valid choice in memory, in place of an earlier one."""
@@ -222,14 +237,16 @@ class Lookup:
         """Drop a choice from memory; the layers below keep it."""
         self._memory.pop((key, declared), None)
 
+    @property
+    def _may_have_packs(self) -> bool:
+        """Whether SAFETUNE_PACKS is set, or kernels with installed packs are loaded."""
+        return bool(self._directories) or "safetune.kernels" in sys.modules
+
     @forks.cached_property
     def _packs(self) -> Packs:
         from safetune.store.packs.packs import Packs, shipped  # not needed if the store has all
 
-        if self._directories is None:
-            return Packs(())
-        last = shipped()
-        return Packs(self._directories if last is None else (*self._directories, last))
+        return Packs(()) if self._directories is None else Packs(self._directories, shipped())
 
 
 def open_lookup(settings: Settings) -> Lookup:
@@ -251,7 +268,7 @@ def open_lookup(settings: Settings) -> Lookup:
             from safetune.store.shared.layer import SharedLayer
             from safetune.store.shared.opening import open_shared
 
-            backend = open_shared(shared, node=None if frozen else where.database)
+            backend = open_shared(shared)
         store, problem = _opened(where.database, frozen, settings.wait_s)
         if backend is not None:
             store.shared = SharedLayer(
@@ -273,15 +290,11 @@ def open_lookup(settings: Settings) -> Lookup:
     return lookup
 
 
-def _opened(
-    path: Path | None, frozen: bool, wait_s: float
-) -> tuple[GuardedStore, StoreError | None]:
+def _opened(path: Path, frozen: bool, wait_s: float) -> tuple[GuardedStore, StoreError | None]:
     """Return the store of a database, or one in memory where it cannot be used, and why not.
 
     A process that is `frozen` writes nothing: where there is no database yet, it has an empty one.
     """
-    if path is None:
-        return GuardedStore.in_memory(), None
     if frozen:
         try:
             path.lstat()

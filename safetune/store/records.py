@@ -8,12 +8,22 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from safetune.frozen import dataclass
-from safetune.outcome import Mark, Outcome
+from safetune.keys import encoding
+from safetune.outcome import Mark, Outcome, Scope
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
     from safetune.keys.tuning_key import TuningKey
+
+
+#: The layout of a shared store that is written, and the only one that is read.
+FORMAT = 2
+
+
+def namespace(device: Mapping[str, Any], toolchain: Mapping[str, Any]) -> str:
+    """Return the common part of the keys that one node needs: the device and the toolchain."""
+    return encoding.digest([FORMAT, dict(device), dict(toolchain)])
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,6 @@ class KeyRecord:
     digest: str
     kernel_name: str
     kernel_digest: str
-    kernel_source: str
     kernel_file: str
     kernel_line: int
     device_digest: str
@@ -34,20 +43,35 @@ class KeyRecord:
     toolchain: dict[str, Any]
     call: dict[str, Any]
 
+    @property
+    def space(self) -> str:
+        """The namespace of a shared store with the key's choices."""
+        return namespace(self.device, self.toolchain)
+
     @classmethod
     def of(cls, key: TuningKey) -> KeyRecord:
         """Return the row that the trials and the choice of a key refer to."""
         kernel, device = key.kernel, key.device
-        of_kernel = (kernel.name, kernel.digest, kernel.source, kernel.file, kernel.line)
+        of_kernel = (kernel.name, kernel.digest, kernel.file, kernel.line)
         of_device = (device.digest, device.record())
         return cls(key.digest, *of_kernel, *of_device, key.toolchain.record(), key.record())
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that was seen with one call."""
+
+    outcome: Outcome
+    created: float
 
 
 @dataclass(frozen=True)
 class TrialRecord:
     """The outcome of one config (by digest, and for people) for one key (by digest).
 
-    A generation is 1, or more after `--force`; `created` is in seconds since the epoch.
+    A generation is 1, or more after `--force`; `created` is in seconds since the epoch. `elsewhere`
+    are failures with other calls than that of `outcome`, the oldest first. `flight` is empty, or
+    says where the config has begun to run: see `local.in_flight`.
     """
 
     key: str
@@ -56,6 +80,61 @@ class TrialRecord:
     generation: int
     outcome: Outcome
     created: float
+    elsewhere: tuple[Failure, ...] = ()
+    flight: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The outcome's verdict."""
+        return self.outcome.verdict.value
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """All failures, the oldest first."""
+        ended = not (self.outcome.runs or self.flight)
+        own = (Failure(self.outcome, self.created),) if ended else ()
+        return self.elsewhere + own
+
+    def seen_with(self, scope: Scope, some_work: bool) -> Failure | TrialRecord | None:
+        """Return the result that holds for a call: a failure, success, or None if unknown."""
+        for failure in reversed(self.failures):
+            if failure.outcome.holds_for(scope, some_work):
+                return failure
+        return self if self.outcome.runs else None
+
+    def after(self, before: TrialRecord) -> TrialRecord:
+        """Return the row of a config that had the row `before`, and now has this outcome.
+
+        A config that runs stays one that runs where another call fails cleanly.
+        """
+        outcome, scope = self.outcome, self.outcome.scope
+        if scope is None:
+            return self
+        others = tuple(
+            each for each in before.failures if each.outcome.scope and not _is_over(each, self)
+        )
+        ran = before.outcome.scope if before.outcome.runs else None
+        if outcome.clean and ran is not None and not outcome.holds_for(ran, some_work=False):
+            failures = (*others, Failure(outcome, self.created))
+            return replace(before, elsewhere=failures[-_MOST_SCOPES:])
+        most = _MOST_SCOPES - (not outcome.runs)
+        return replace(self, elsewhere=others[-most:])
+
+
+#: The failures of one config for one key that are kept.
+_MOST_SCOPES = 8
+
+
+def _is_over(failure: Failure, now: TrialRecord) -> bool:
+    """Whether a later outcome takes the place of a failure."""
+    outcome, scope = failure.outcome, now.outcome.scope
+    assert scope is not None
+    assert outcome.scope is not None
+    if now.outcome.runs:
+        return outcome.holds_for(scope, some_work=True)
+    return outcome.scope.call == scope.call or (
+        outcome.verdict is now.outcome.verdict and outcome.holds_for(scope, some_work=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -83,20 +162,34 @@ class ChoiceRecord:
         """Why the result of this config is not certain; empty if it is."""
         return Mark.DISPUTED.reason_in(self.marks)
 
+    @property
+    def pinned(self) -> bool:
+        """Whether a person made this choice: nothing that is measured replaces it."""
+        return Mark.PINNED.value in self.marks
+
+
+#: In place of the list of configs of a choice that is pinned: it holds for every list.
+PINNED_LIST = encoding.digest("pinned")
+
 
 @dataclass(frozen=True)
 class CallCount:
-    """How often a recorded call was made, and how long some of these launches took together."""
+    """How often a recorded call was made, and how long some of these launches took together.
+
+    `captured` of the launches became part of a CUDA graph, whose replays are not counted.
+    """
 
     key: str
     calls: int
     timed: int = 0
     timed_ms: float = 0.0
+    captured: int = 0
 
     def plus(self, other: CallCount) -> CallCount:
         """Return the count of both."""
         timed, timed_ms = self.timed + other.timed, self.timed_ms + other.timed_ms
-        return CallCount(self.key, self.calls + other.calls, timed, timed_ms)
+        calls, captured = self.calls + other.calls, self.captured + other.captured
+        return CallCount(self.key, calls, timed, timed_ms, captured)
 
     @property
     def each_ms(self) -> float | None:
@@ -106,7 +199,7 @@ class CallCount:
 
 def _is_count(found: object) -> TypeGuard[list[Any]]:
     """Whether it has the numbers of a count: another program may have written it."""
-    if not (isinstance(found, list) and 1 <= len(found) <= 3):
+    if not (isinstance(found, list) and 1 <= len(found) <= 4):
         return False
     return all(type(each) in (int, float) and abs(each) < math.inf for each in found)
 
@@ -130,7 +223,7 @@ class RecordedCall:
 
     def counted(self, count: CallCount) -> RecordedCall:
         """Return this call with another count."""
-        numbers = [count.calls, count.timed, count.timed_ms]
+        numbers = [count.calls, count.timed, count.timed_ms, count.captured]
         return replace(self, arguments={**self.arguments, "count": numbers})
 
     @property
@@ -138,8 +231,7 @@ class RecordedCall:
         """How much of the call can be made again; of two descriptions the larger one is kept."""
         if "problem" in self.arguments:
             return 0
-        recorded = self.arguments.get("integers", ())
-        return 1 + sum(2 if "values" in content else 1 for _, content in recorded)
+        return 1 + len(self.arguments.get("integers", ()))
 
 
 @dataclass(frozen=True)
@@ -172,10 +264,11 @@ class StoredChoice:
 def precedence(choice: ChoiceRecord) -> tuple[Any, ...]:
     """Return a sort key for the choices of one key and one config list: the first is used.
 
-    The later generation; of one generation the choice that was made first, whichever is faster:
-    that is how processes agree too, and times of two machines do not compare.
+    One that is pinned; then the later generation; of one generation the choice that was made first,
+    whichever is faster: that is how processes agree too, and times of two machines do not compare.
     """
-    return -choice.generation, choice.created, choice.config_digest, choice.median_ms
+    made = choice.generation, choice.created, choice.config_digest, choice.median_ms
+    return not choice.pinned, -made[0], *made[1:]
 
 
 def wins(choice: ChoiceRecord, other: ChoiceRecord) -> bool:

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from safetune.errors import PackError
 from safetune.keys import encoding
 from safetune.keys.tuning_key import CALL, Device, key_digest
-from safetune.store.local import rows
+from safetune.store.local.rows import CHOICE, KEY, MOST
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 #: The format that this version writes, and the newest that it reads.
@@ -38,11 +38,11 @@ _GENERATIONS = 1_000_000
 _MOST_DEPTH = 64
 
 _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-_Count = Annotated[int, Meta(ge=0, le=rows.MOST)]
+_Count = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 class Kernel(Struct):
-    """The kernel of a pack, by what it computes."""
+    """The kernel of a pack, identified by its digest."""
 
     name: str
     digest: _Digest
@@ -70,10 +70,10 @@ class _Call(Struct):
 
 
 class Choice(_Call):
-    """One choice of a pack: what was called, the config, and how it was chosen."""
+    """One choice of a pack: the call, the config, and how it was chosen."""
 
     config: Annotated[dict[str, Any], Meta(min_length=1)]
-    median_ms: Annotated[float, Meta(ge=0, le=rows.MOST)]  # 0 where others have chosen: not known
+    median_ms: Annotated[float, Meta(ge=0, le=MOST)]  # 0 where others have chosen: not known
     measured: _Count
     generation: Annotated[int, Meta(ge=1)]
     created: Annotated[float, Meta(ge=0, le=LAST_SECOND)] | str
@@ -117,13 +117,15 @@ for _each in (Pack, _Call):
     msgspec.json.Decoder(_each)
 
 
-def is_call(call: Mapping[str, Any]) -> bool:
-    """Whether the call of a stored key has the fields that readers take for granted."""
+def is_readable(key: KeyRecord) -> bool:
+    """Whether a stored key has what readers take for granted. Another program may have written it,
+    against which a checksum does not guard.
+    """
     try:
-        msgspec.convert(call, _Call)
+        msgspec.convert(key.call, _Call)
     except (msgspec.ValidationError, RecursionError, UnicodeError):
         return False
-    return not _is_deep(call)
+    return not _is_deep(key.call) and type(key.device.get("name")) is str
 
 
 def parsed(data: bytes | str) -> Any:
@@ -165,16 +167,17 @@ def content(entry: StoredChoice) -> Mapping[str, Any]:
     if entry.source is not None:
         return entry.source
     key, declared = entry.key, entry.choice.declared
-    rows.key_rows(key)
-    row = rows.choice_row(entry.choice)
-    choice = {
-        **{name: key.call.get(name) for name in CALL},
-        **{name: row[name] for name in Choice.__struct_fields__ if name in row},
+    for table, record in ((KEY, key), (CHOICE, entry.choice)):
+        table.seal(record)
+    choice = {name: key.call.get(name) for name in CALL} | {
         "config": entry.choice.config,
-        "marks": list(entry.choice.marks),
+        "median_ms": float(entry.choice.median_ms),
+        "measured": entry.choice.measured,
+        "generation": entry.choice.generation,
+        "created": float(entry.choice.created),
     }
-    if not entry.choice.marks:
-        del choice["marks"]
+    if entry.choice.marks:
+        choice["marks"] = list(entry.choice.marks)
     return {
         "safetune_pack": FORMAT,
         "kernel": {"name": key.kernel_name, "digest": key.kernel_digest},
@@ -211,7 +214,7 @@ def _entry(content: dict[str, Any]) -> StoredChoice:
     name, digest, toolchain = kernel["name"], kernel["digest"], tuning["toolchain"]
     (choice,) = tuning["choices"]
     call = {part: choice[part] for part in CALL}
-    of_kernel = (name, digest, "", "", 0)
+    of_kernel = (name, digest, "", 0)
     of_device = (encoding.digest(device), device)
     key_of_call = key_digest(name, digest, call, device, toolchain)
     key = KeyRecord(key_of_call, *of_kernel, *of_device, toolchain, call)

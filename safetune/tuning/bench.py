@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from triton.runtime.errors import OutOfResources
 
 from safetune import forks, triton_internals
+from safetune.both.protocol import DONE, Budget, Prepare
 from safetune.config import config_text
 from safetune.errors import NoWorkingConfig
-from safetune.inputs import compile_spec, kernel_pickle
+from safetune.inputs import caller_view, compile_spec, kernel_pickle
 from safetune.inputs.call import Call
 from safetune.inputs.snapshot import copy_inputs
-from safetune.isolation import backend, child_handle, measuring_child
+from safetune.isolation import child_handle, measuring_child
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import start_servers
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
-from safetune.isolation.protocol import DONE, Budget, Prepare
 from safetune.keys.effects import effects_of
-from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.keys.identity import base_function, inner_heuristics
+from safetune.launch.call_shape import own_heuristics
 from safetune.outcome import Group, Mark, Outcome, OutputReport, Verdict
 from safetune.tuning.requests import Phases, TuningRequest
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Result = TypeVar("Result")
+
+#: The winner is launched again for this share of the time that its tuning has taken.
+_REPEATS_SHARE = 0.02
 
 #: The name of torch, or of a module of it, as a pickle has it: unpickling would import it.
 _NAMES_TORCH = re.compile(rb"\x8c.torch(\.[\w.]+)?\x94", re.DOTALL)
@@ -68,11 +72,10 @@ class LaunchBench:
     Attributes:
         phases: those of the tuning.
         grids: the launch grid of each config.
+        effects: what the kernel's text says of its writes.
         notes: what to report to the user, a sentence for each finding.
     """
 
-    #: Whether the choice is made of the outcomes; else another process makes it.
-    chooses = True
     #: Whether the tuning waits for its turn without the caller's arguments, and goes on beside the
     #: program's work, which is noted of each measurement.
     _queued = False
@@ -97,15 +100,9 @@ class LaunchBench:
 
     def _packed(self, request: TuningRequest, opened: contextlib.ExitStack) -> MeasuringChild:
         """Return the child of a call, not started yet, with its files added to `opened`."""
-        call = request.call
-        tensors = kernel_pickle.TensorTable()
-        packed = kernel_pickle.pack(
-            (replace(call, grid=None), list(request.configs)),
-            f"the call of {request.key.kernel.name}",
-            tensors,
-            by_value=_functions_of(request),
-        )
-        effects = effects_of(call.kernel)
+        call, tensors = request.call, kernel_pickle.TensorTable()
+        packed = pack_call(request, tensors)
+        self.effects = effects = effects_of(call.kernel)
         inputs = copy_inputs(
             call,
             tensors.tensors,
@@ -126,6 +123,7 @@ class LaunchBench:
             grids=list(self.grids),
             effects=effects,
             backend="" if self.interpreted else triton_internals.target_name() or "",
+            view=caller_view.packed(tensors.tensors) if request.has_hooks else b"",
         )
 
         def on_host() -> tuple[Prepare, tuple[int, ...]]:
@@ -181,7 +179,7 @@ class LaunchBench:
         jit, _ = base_function(self._request.call.kernel)
         kernel = functools.cache(functools.partial(compile_spec.pack_for_compiler, jit))
         limits = (timeout_s, None, memory_bytes, self._request.most_shared)
-        pool = CompilePool(kernel, *limits, self._request.ahead)
+        pool = CompilePool(kernel, *limits)
         self._exit.push(pool)
         yield from self._resolved(alive, pool)
         results = pool.results()
@@ -200,7 +198,8 @@ class LaunchBench:
                 self._request.call, not self._queued, self._request.most_shared
             )
             for index in configs:
-                spec = in_caller.spec_of(self._request.configs[index])
+                values = self._request.grids.sent[index]
+                spec = in_caller.spec_of(self._request.configs[index], values)
                 if spec is None:
                     unknown.append(index)
                 elif isinstance(spec, bytes):
@@ -245,12 +244,16 @@ class LaunchBench:
         return None if passed & own else (binary.digest, self.grids[result.config])
 
     def measure(
-        self, index: int, budget: Budget | None, groups: Sequence[Group] | None = None
+        self,
+        index: int,
+        budget: Budget | None,
+        groups: Sequence[Group] | None = None,
+        limit_s: float | None = None,
     ) -> tuple[Outcome, OutputReport | None]:
         """Run a config in the measuring child; see `MeasuringChild.measure`."""
         outcome, report = self._asked(
             "finals" if groups is None else "measure",
-            lambda: self._child.measure(index, budget, groups),
+            lambda: self._child.measure(index, budget, groups, limit_s),
         )
         if self._fresh:
             self._child.replace()
@@ -269,6 +272,16 @@ class LaunchBench:
         missing = {config: budgets[config] for config in budgets if config not in found}
         return marked | {c: self.measure(c, budget)[0] for c, budget in missing.items()}
 
+    def repeat(self, index: int) -> tuple[Outcome, Sequence[tuple[int, int, str]]]:
+        """Launch a config a few times more; return what came of it, and in which tensors configs
+        have left other bits than before: see `protocol.Answer.varied`.
+        """
+        if not self.effects.repeats:
+            return DONE.outcome, ()
+        time_ms = 1e3 * _REPEATS_SHARE * sum(self.phases.seconds().values())
+        answer = self._asked("finals", lambda: self._child.repeat(index, time_ms))
+        return answer.outcome, answer.varied
+
     def replace(self) -> None:
         """Measure with a fresh child from here on."""
         self._child.replace()
@@ -286,12 +299,33 @@ class LaunchBench:
         return self._asked(phase, ask)
 
 
+def pack_call(request: TuningRequest, tensors: kernel_pickle.TensorTable | None = None) -> bytes:
+    """Return a call and its configs as a child unpacks them, without what its tensors hold.
+
+    Raises:
+        KernelNotTransferable: something of it cannot be rebuilt in another process.
+    """
+    return kernel_pickle.pack(
+        (_sent(request), list(request.configs)),
+        f"the call of {request.key.kernel.name}",
+        kernel_pickle.TensorTable() if tensors is None else tensors,
+        by_value=_functions_of(request),
+    )
+
+
+def _sent(request: TuningRequest) -> Call:
+    """Return a request's call as a child gets it: without heuristics that it need not run."""
+    call, grids = request.call, request.grids
+    kernel = call.kernel if None in grids.sent else own_heuristics(call.kernel)[0]
+    return replace(call, kernel=kernel, grid=None, heuristics=grids.sent)
+
+
 def _asks_for_torch(call: Call) -> bool:
     """Whether a call is certain to need torch in its measuring child, or Triton's driver may be."""
     hooks = call.hooks
     asking = any(hook is not None for hook in (hooks.do_bench, hooks.inputs, hooks.reference))
     known = triton_internals.version() <= triton_internals.NEWEST
-    return call.interpreted or asking or not known or backend.required().needs_torch
+    return call.interpreted or asking or not known
 
 
 def _functions_of(request: TuningRequest) -> Iterator[Any]:

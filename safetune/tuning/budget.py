@@ -12,8 +12,9 @@ from safetune.tuning.search import BATCH, Proposer, RandomProposer, Search
 
 if TYPE_CHECKING:
     from safetune.outcome import Outcome
+    from safetune.settings import SearchBudget
     from safetune.store.local.store import Store
-    from safetune.tuning.requests import Phases, SearchBudget, TuningRequest
+    from safetune.tuning.requests import Phases, TuningRequest
 
 #: Of a longer list one line says that there is another way.
 MANY_CONFIGS = 200

@@ -6,7 +6,6 @@ settings of both are the same for every key: a search measures too few configs t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-#: The share of a budget that is measured before the first prediction, and its limits.
+#: The share of a budget that is drawn at random before the first prediction, and its limits.
 _INITIAL_SHARE, _LEAST, _MOST = 0.25, 8, 24
-#: Nothing is predicted from fewer configs that work.
-_FEWEST = 3
 #: A slower config counts as this many times slower than the best, and so does one that fails.
 _SLOWEST = 8.0
 #: What is added to the logarithm of a config's time if it more likely fails than not. Failing is
@@ -54,57 +51,68 @@ class GaussianProcess:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._of_configs: tuple[Any, Floats, dict[int, list[int]]] | None = None
-        self._prior: tuple[Any, Floats | None] | None = None
+        self._of_neighbours: tuple[Any, Floats | None] | None = None
 
     def propose(self, history: History, remaining: int) -> Sequence[Config]:
         """Return the configs with the least predicted time that were not tried."""
         configs = history.configs
-        count = min(remaining, BATCH)
         indexes = {id(config): index for index, config in enumerate(configs)}
         tried = {indexes[id(trial.config)]: trial.time_ms for trial in history.trials}
         left = np.array([index for index in range(len(configs)) if index not in tried])
         if not len(left):
             return []
-        features, prior = self.features(configs), self.prior(history)
-        known = sum(time_ms is not None for time_ms in tried.values())
+        features, near = self._known(configs)
+        prior, works = self.prior(history), any(tried.values())
         initial = int(min(max(_INITIAL_SHARE * (len(tried) + remaining), _LEAST), _MOST))
-        if prior is None and (len(tried) < initial or known < _FEWEST):
+        if prior is None and (len(tried) < initial or not works):
+            count = min(remaining, max(initial - len(tried), _LEAST), len(left))
             draw = np.random.default_rng(self._seed + len(tried))
-            count = min(remaining, max(initial - len(tried), _LEAST))
-            return [configs[i] for i in _spread(shapes_of(features), [*tried], left, count, draw)]
-        if prior is not None and known < _FEWEST:
-            order = left[np.argsort(prior[left], kind="stable")]
-            return [configs[i] for i in order[:count]]
-        order = left[np.argsort(_scores(features, prior, tried, left), kind="stable")].tolist()
-        return [configs[i] for i in _apart(order, self._known(configs)[2], count)]
+            return [configs[i] for i in draw.choice(left, count, replace=False)]
+        count = min(remaining, BATCH)
+        if prior is not None and not works:
+            return [configs[i] for i in left[np.argsort(prior[left], kind="stable")][:count]]
+        scores = _scores(features, prior, tried, left)
+        order = left[np.argsort(scores, kind="stable")].tolist()
+        return [configs[i] for i in _apart(order, near, count)]
 
-    def features(self, configs: Sequence[Config]) -> Floats:
-        """Return what `features_of` returns, computed once."""
-        return self._known(configs)[1]
-
-    def _known(self, configs: Sequence[Config]) -> tuple[Any, Floats, dict[int, list[int]]]:
-        """Return a list of configs, their features, and those one step from each."""
+    def _known(self, configs: Sequence[Config]) -> tuple[Floats, dict[int, list[int]]]:
+        """Return the features of a list of configs, and those one step from each: computed once."""
         if self._of_configs is None or self._of_configs[0] is not configs:
             self._of_configs = configs, features_of(configs), one_step(configs)
-        return self._of_configs
+        return self._of_configs[1:]
 
     def prior(self, history: History) -> Floats | None:
-        """Return what neighbours say of each config's time: a weighted mean; None without any."""
-        if self._prior is None or self._prior[0] is not history.neighbours:
-            self._prior = history.neighbours, self._of_neighbours(history)
-        return self._prior[1]
+        """Return the neighbours' estimate of each config's time, a weighted mean, or None."""
+        if self._of_neighbours is None or self._of_neighbours[0] is not history.neighbours:
+            near = [each for each in history.neighbours if _counts(each)]
+            weights = [0.5 ** (each.distance / _HALF) for each in near]
+            features, _ = self._known(history.configs)
+            times = [_times_of(each, history.configs, features) for each in near]
+            mean = np.average(times, axis=0, weights=weights) if near else None
+            self._of_neighbours = history.neighbours, mean
+        return self._of_neighbours[1]
 
-    def _of_neighbours(self, history: History) -> Floats | None:
-        features = self.features(history.configs)
-        indexes = {id(config): index for index, config in enumerate(history.configs)}
-        total, weights = np.zeros(len(history.configs)), 0.0
-        for each in history.neighbours:
-            if len(each.trials) < _LEAST or each.distance > _FARTHEST:
-                continue
-            weight = 0.5 ** (each.distance / _HALF)
-            total += weight * _of_neighbour(each, features, indexes)
-            weights += weight
-        return total / weights if weights else None
+
+def _counts(neighbour: Neighbour) -> bool:
+    return len(neighbour.trials) >= _LEAST and neighbour.distance <= _FARTHEST
+
+
+def _times_of(neighbour: Neighbour, configs: Sequence[Config], features: Floats) -> Floats:
+    """Return the relative time of each config for a neighbour, predicted where not measured."""
+    indexes = {id(config): index for index, config in enumerate(configs)}
+    measured = {
+        indexes[id(trial.config)]: trial.time_ms
+        for trial in neighbour.trials
+        if id(trial.config) in indexes
+    }
+    if not any(measured.values()):
+        return np.zeros(len(features))
+    seen, target = np.array(list(measured)), _relative(list(measured.values()))
+    times = np.zeros(len(features))
+    if len(seen) < len(features):
+        times, _ = _predicted(features[seen], target, features)
+    times[seen] = target
+    return times
 
 
 def _scores(
@@ -114,22 +122,20 @@ def _scores(
     left: NDArray[Any],
 ) -> Floats:
     """Return the least logarithm of a time that is likely, of the configs that are left."""
-    columns, base = _standard(features), np.zeros(len(features))
-    if prior is not None:
-        columns, base = np.column_stack([columns, _standard(prior)]), prior
+    base = np.zeros(len(features)) if prior is None else prior
+    columns = np.column_stack([features, _standard(base)])
     seen = np.array(list(tried))
     works = np.array([time_ms is not None for time_ms in tried.values()])
     target = _relative(list(tried.values())) - base[seen]
     mean, spread = _predicted(columns[seen[works]], target[works], columns[left])
     score = base[left] + mean - _OPTIMISM * spread
     if not works.all():
-        parameters = columns[:, : features.shape[1]]
-        score += _FAILS * _fail(parameters[seen], works, parameters[left])
+        score += _FAILS * _fail(features[seen], works, features[left])
     return score
 
 
 def _apart(order: Sequence[int], near: dict[int, list[int]], count: int) -> list[int]:
-    """Return the first configs of which none is one step from another: they say more together."""
+    """Return the first configs that are at least two steps apart: they tell more together."""
     chosen: list[int] = []
     for index in order:
         if len(chosen) < count and not set(chosen) & set(near[index]):
@@ -139,38 +145,21 @@ def _apart(order: Sequence[int], near: dict[int, list[int]], count: int) -> list
 
 
 def features_of(configs: Sequence[Config]) -> Floats:
-    """Return a row of numbers for each config: the logarithms of the parameters that vary."""
+    """Return a row per config with mean 0 and variance 1: logarithms of numbers, one-hot others."""
     values = [config.all_kwargs() for config in configs]
     names = dict.fromkeys(name for each in values for name in each)
     columns = [column for name in names for column in _columns([each.get(name) for each in values])]
-    varied = [column for column in columns if np.ptp(column) > 0]
-    return np.column_stack(varied or [np.zeros(len(configs))])
-
-
-def shapes_of(features: Floats) -> Floats:
-    """Return signed sums of one, two and three features: what the first configs differ in.
-
-    A sum is the size of a tile, a difference its shape, or its size for each warp.
-    """
-    combined = [
-        sum((sign * other for sign, other in zip(signs, others, strict=True)), first)
-        for size in (1, 2, 3)
-        for first, *others in itertools.combinations(features.T, size)
-        for signs in itertools.product((1, -1), repeat=size - 1)
-    ]
-    return np.column_stack(combined)
+    return _standard(np.column_stack(columns or [np.zeros(len(configs))]))
 
 
 def _columns(values: Sequence[Any]) -> list[Floats]:
-    """Return the logarithms of numbers; of other values which one it is, but for the first."""
     if all(type(value) in (int, float) for value in values):
         return [np.array([math.copysign(math.log2(1 + abs(v)), v) for v in values])]
     texts = np.array([repr(value) for value in values])
-    return [(texts == kind).astype(float) for kind in [*dict.fromkeys(texts.tolist())][1:]]
+    return [(texts == kind).astype(float) for kind in dict.fromkeys(texts.tolist())]
 
 
 def _standard(columns: Floats) -> Floats:
-    """Return columns of mean 0 and variance 1."""
     return np.asarray((columns - columns.mean(axis=0)) / np.maximum(columns.std(axis=0), 1e-6))
 
 
@@ -201,38 +190,3 @@ def _fail(rows: Floats, works: NDArray[Any], wanted: Floats) -> NDArray[Any]:
     """
     regression = LogisticRegression(C=_FREEDOM, max_iter=1000).fit(rows, works)
     return np.asarray(~regression.predict(wanted))
-
-
-def _of_neighbour(neighbour: Neighbour, features: Floats, indexes: Mapping[int, int]) -> Floats:
-    """Return the relative time of each config for a neighbour, predicted where not measured."""
-    measured = {
-        indexes[id(trial.config)]: trial.time_ms
-        for trial in neighbour.trials
-        if id(trial.config) in indexes
-    }
-    if not any(measured.values()):
-        return np.zeros(len(features))
-    seen, target = np.array(list(measured)), _relative(list(measured.values()))
-    found = np.zeros(len(features))
-    if len(seen) < len(features):
-        columns = _standard(features)
-        found, _ = _predicted(columns[seen], target, columns)
-    found[seen] = target
-    return found
-
-
-def _spread(
-    features: Floats, tried: list[int], left: NDArray[Any], count: int, draw: Any
-) -> list[int]:
-    """Return configs far from one another and from those tried, begun at random."""
-    features = _standard(features)
-    chosen = [] if tried else [int(draw.choice(left))]
-    apart = np.full(len(left), np.inf)
-    for index in tried + chosen:
-        apart = np.minimum(apart, ((features[left] - features[index]) ** 2).sum(axis=1))
-    while len(chosen) < min(count, len(left)):
-        pool = draw.choice(len(left), min(len(left), 64), replace=False)
-        place = pool[int(np.argmax(apart[pool]))]
-        chosen.append(int(left[place]))
-        apart = np.minimum(apart, ((features[left] - features[left[place]]) ** 2).sum(axis=1))
-    return chosen

@@ -1,7 +1,8 @@
 """Which configs compute the right result, as far as the configs themselves show it.
 
 `judge` is a function of what the launches of all configs have left (`OutputReport`): it sorts the
-configs into groups that agree, and settles which group the choice is made from.
+configs into groups that agree, and settles which group the choice is made from. Results that follow
+the grid, as partial sums and drawn numbers do, are not held against each other.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
 from safetune.frozen import dataclass
-from safetune.outcome import Group, GroupDifference, Mark, OutputReport, Verdict
+from safetune.outcome import Difference, Group, Mark, OutputReport, Verdict
 
 #: A majority has at least this many configs: of two that differ, either may be wrong.
 MIN_MAJORITY = 3
@@ -24,7 +25,11 @@ MIN_MAJORITY = 3
 _SPREAD_FACTOR = 4.0
 _LARGEST_SPREAD = 0.25
 
+#: What a config sets that its kernel does not see.
+_OF_THE_LAUNCH = ("num_warps", "num_ctas", "num_stages", "maxnreg", "ir_override")
+
 Grid = tuple[int, ...]
+Options = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -39,15 +44,18 @@ class Judgement:
     rejected: Mapping[int, tuple[Verdict, str]] = field(default_factory=dict)
     #: For each config that is not rejected its part in the dispute; empty without one.
     disputed: Mapping[int, str] = field(default_factory=dict)
+    varies: bool = False  # whether configs with other tiles have other results by design
     #: Whether more launches would not change the candidates: all agree, or most do.
     clear: bool = True
 
     def marks(self, config: int) -> tuple[str, ...]:
         """Return the marks of a config that is not rejected."""
-        if config not in self.disputed:
-            return ()
-        outvoted = () if config in self.candidates else (Mark.OUTVOTED.value,)
-        return (Mark.DISPUTED.of(self.disputed[config]), *outvoted)
+        dispute = self.disputed.get(config)
+        return (
+            *([Mark.DISPUTED.of(dispute)] if dispute else []),
+            *([] if config in self.candidates else [Mark.OUTVOTED.value]),
+            *([Mark.VARIES.value] if self.varies else []),
+        )
 
 
 class Votes:
@@ -99,7 +107,9 @@ class Votes:
 
 def judge(
     reports: Mapping[int, OutputReport],
-    grids: Mapping[int, Grid],
+    grids: Sequence[Grid],
+    options: Sequence[Options] = (),
+    draws: bool = False,
     stored: Mapping[int, int] | None = None,
     waiting: int = 0,
 ) -> Judgement:
@@ -111,28 +121,28 @@ def judge(
 
     Args:
         grids: the launch grid of each config.
+        options: what each config sets, as text by name.
+        draws: whether the kernel draws random numbers.
         stored: the size of the group in which an earlier tuning judged a config.
         waiting: how many configs of that tuning have not been launched again.
     """
-    evidence = _Evidence(reports, grids)
-    classes = evidence.classes()
+    results = _Results(reports, grids, options, draws)
+    classes = results.classes()
     if not classes:
         return Judgement(frozenset(), {})
     weights = [_weight(members, stored or {}) for members in classes]
     sizes = {c: w for members, w in zip(classes, weights, strict=True) for c in members}
-    if len(classes) == 1:
-        return Judgement(frozenset(classes[0]), sizes)
     counts, total = [len(members) for members in classes], len(reports) + waiting
     if not waiting and counts.count(max(counts)) > 1:
         counts, total = weights, sum(weights)
     lead = max(range(len(classes)), key=lambda i: (counts[i], -min(classes[i])))
     right, votes = classes[lead], counts[lead]
-    candidates = frozenset(right)
-    others = sorted(reports.keys() - candidates)
-    clear = votes >= MIN_MAJORITY and 2 * votes > total
-    wrong = [c for c in others if clear and not evidence.is_unclear(c, right)]
-    reason = f"{votes} of {total} configs agree on another result"
-    rejected = {c: evidence.verdict(c, right, reason) for c in wrong}
+    others = sorted(reports.keys() - right)
+    clear = not others or (votes >= MIN_MAJORITY and 2 * votes > total)
+    wrong = [c for c in others if clear and not results.is_unclear(c, right)]
+    accepted = votes + len(others) - len(wrong)
+    reason = f"{accepted} of {total} configs agree on another result"
+    rejected = {c: results.verdict(c, right[0], reason) for c in wrong}
     disputed = {}
     if len(wrong) < len(others):
         disputed = {
@@ -140,7 +150,9 @@ def judge(
             for c in reports
             if c not in rejected
         }
-    return Judgement(candidates, sizes, rejected, disputed, clear and not disputed)
+    candidates = frozenset(right) - results.outliers(right)
+    clear = clear and not disputed
+    return Judgement(candidates, sizes, rejected, disputed, results.varies, clear)
 
 
 def _weight(members: Sequence[int], stored: Mapping[int, int]) -> int:
@@ -149,23 +161,43 @@ def _weight(members: Sequence[int], stored: Mapping[int, int]) -> int:
     return len(members) + max(0, max(known, default=0) - len(known))
 
 
-class _Evidence:
-    """The differences between groups, and what explains some of them."""
+class _Results:
+    """What the configs have left in each tensor, and which of it agrees.
 
-    def __init__(self, reports: Mapping[int, OutputReport], grids: Mapping[int, Grid]) -> None:
-        self._reports = reports
-        self._grids = grids
-        self._between: dict[tuple[int, int], GroupDifference] = {}
-        for config, report in reports.items():
-            own = config if report.group is None else report.group
-            for difference in report.differences:
-                self._between.setdefault((own, difference.group), difference)
-                self._between.setdefault((difference.group, own), difference)
+    Attributes:
+        varies: whether configs with other tiles have other results by design.
+    """
+
+    def __init__(
+        self,
+        reports: Mapping[int, OutputReport],
+        grids: Sequence[Grid],
+        options: Sequence[Options],
+        draws: bool,
+    ) -> None:
+        self._reports, self._grids, self._draws = reports, grids, draws
+        self._options = options
+        #: The grid of each config or, where all have one, its tile in words.
+        self._tiles: Sequence[object] = grids
+        if options and len({grids[config] for config in reports}) == 1:
+            names = {name for each in options for name in each}.difference(_OF_THE_LAUNCH)
+            self._tiles = [tuple(each.get(name) for name in sorted(names)) for each in options]
         spreads = [report.spread for report in reports.values() if report.spread]
         self._spread = [
             min(_SPREAD_FACTOR * statistics.median_low(values), _LARGEST_SPREAD)
             for values in zip(*spreads, strict=True)
         ]
+        #: The group of each config; a number of its own where it is in none, or its runs differ.
+        self._of = {config: self._number(config) for config in reports}
+        self._between: dict[tuple[int, int], tuple[Difference, ...]] = {}
+        for config, report in reports.items():
+            for other in report.differences:
+                self._between.setdefault((self._of[config], other.group), other.tensors)
+                self._between.setdefault((other.group, self._of[config]), other.tensors)
+        self._tensors = range(len(next(iter(self._between.values()), ())))
+        self._by_tile: set[int] = set()
+        self._by_tile = {tensor for tensor in self._tensors if self._follows_tile(tensor)}
+        self.varies = bool(self._by_tile)
 
     def classes(self) -> list[list[int]]:
         """Return the configs in groups that agree, each group with its largest part first.
@@ -173,119 +205,148 @@ class _Evidence:
         Two results agree with a third one, the one that most configs have; whether they agree with
         each other does not count.
         """
-        alike: dict[int, list[int]] = {}
-        apart: list[list[int]] = []
-        for config, report in sorted(self._reports.items()):
-            if report.group is None or self._varies(report):
-                apart.append([config])
-            else:
-                alike.setdefault(report.group, []).append(config)
+        alike: dict[int, list[int]] = defaultdict(list)
+        for config in sorted(self._reports):
+            alike[self._of[config]].append(config)
         found: list[list[int]] = []
         for group in sorted(alike.values(), key=len, reverse=True):
             own: list[int] = []
             for config in group:
-                next((m for m in found if self._agrees(config, m)), own).append(config)
+                next((m for m in found if self._agree(config, m[0])), own).append(config)
             if own:
                 found.append(own)
-        return [part for members in found for part in self._by_staleness(members)] + apart
+        return found
 
-    def verdict(self, config: int, right: Sequence[int], reason: str) -> tuple[Verdict, str]:
-        """Return the verdict of a config outside the majority."""
-        report = self._reports[config]
-        if any(report.stale) and not self._varies(report) and self._agrees(config, right):
-            return Verdict.ORDER_DEPENDENT, (
-                "its result depends on what the outputs held before the launch; that of "
-                f"{len(right)} other configs does not"
-            )
-        if self._varies(report):
+    def verdict(self, config: int, right: int, reason: str) -> tuple[Verdict, str]:
+        """Return the verdict of a config that has another result than one of the majority."""
+        if self._is_unsteady(config):
             return Verdict.WRONG_RESULT, "its runs differ by more than those of most configs"
-        return Verdict.WRONG_RESULT, f"{reason}; {report.difference}".rstrip("; ")
+        found = self._difference(config, right) or ()
+        apart = [tensor for tensor, each in enumerate(found) if each.elements]
+        if apart and all(
+            not found[tensor].common
+            and self._written(config, tensor) < self._written(right, tensor)
+            for tensor in apart
+        ):
+            return Verdict.ORDER_DEPENDENT, (
+                "it leaves out elements that most configs write, so its result depends on what the "
+                "outputs held before the launch"
+            )
+        difference = self._reports[config].difference
+        return Verdict.WRONG_RESULT, f"{reason}; {difference}".rstrip("; ")
 
     def is_unclear(self, config: int, right: Sequence[int]) -> bool:
-        """Whether another grid may explain how a config differs from a majority with one grid."""
-        grids = {self._grids[other] for other in right}
-        difference = self._difference(config, right)
-        if len(grids) > 1 or self._grids[config] in grids or difference is None:
-            return False
-        return all(
-            not difference.elements[tensor] or self._may_be_partial(tensor, config, right)
-            for tensor in range(len(difference.elements))
+        """Whether another tile may explain how a config differs from a majority with one tile."""
+        tiles = {self._tiles[other] for other in right}
+        return (
+            len(tiles) == 1 and self._tiles[config] not in tiles and not self._is_unsteady(config)
         )
 
-    def _varies(self, report: OutputReport) -> bool:
+    def outliers(self, members: Sequence[int]) -> set[int]:
+        """Return the configs that others outvote though they are within the tolerance.
+
+        Where at least three others have the same bits, and have at least two values of each name
+        in which a config differs from them, neither value matters: a few units in the last place
+        are left to it.
+        """
+        found: set[int] = set()
+        for tensor in self._tensors if self._options else ():
+            sums = {config: self._reports[config].sums[tensor] for config in members}
+            (bits, count), (_, second) = [*Counter(sums.values()).most_common(2), (0, 0)][:2]
+            if count >= MIN_MAJORITY and count > second:
+                same = [config for config in members if sums[config] == bits]
+                others = set(members).difference(same)
+                found.update(config for config in others if self._is_off(config, same, tensor))
+        return found
+
+    def _is_off(self, config: int, same: Sequence[int], tensor: int) -> bool:
+        difference = self._difference(config, same[0])
+        if difference is None or not difference[tensor].fine:
+            return False
+        own = self._options[config]
+        values = {name: {self._options[other].get(name) for other in same} for name in own}
+        return all(own[name] in each or len(each) > 1 for name, each in values.items())
+
+    def _number(self, config: int) -> int:
+        group = self._reports[config].group
+        return -1 - config if group is None or self._is_unsteady(config) else group
+
+    def _is_unsteady(self, config: int) -> bool:
         """Whether two runs of a config differ by more than those of most configs do."""
-        return any(s > most for s, most in zip(report.spread, self._spread, strict=False))
+        spread = self._reports[config].spread
+        return any(s > most for s, most in zip(spread, self._spread, strict=False))
 
-    def _by_staleness(self, members: list[int]) -> list[list[int]]:
-        """Split off the configs that leave out elements of a tensor, where as many others or more
-        write all: their result depends on what the outputs held before. A config of which that is
-        not known, as of a slow one, is on neither side.
+    def _follows_tile(self, tensor: int) -> bool:
+        """Whether what a tensor holds is a matter of the tile: no two configs with other tiles
+        agree in it. Numbers may be drawn so. Else all with one tile have to agree, and faults have
+        to be out of the question: each config has a tile of its own, or two tiles have several.
         """
-        stale: set[int] = set()
-        reported = {config: self._reports[config].stale for config in members}
-        for tensor in range(max(map(len, reported.values()))):
-            known = {c: each[tensor] > 0 for c, each in reported.items() if tensor < len(each)}
-            found = [c for c in known if known[c]]
-            whole = [c for c in known if not known[c]]
-            if whole and len(whole) >= len(found):
-                stale |= {c for c in found if not self._is_partial(tensor, c, whole)}
-        fresh = [config for config in members if config not in stale]
-        return [fresh, sorted(stale)] if stale and fresh else [members]
-
-    def _agrees(self, config: int, members: Sequence[int]) -> bool:
-        """Whether a config's result is that of a group, for all that noise and grids explain."""
-        if self._reports[config].group == self._reports[members[0]].group:
-            return True
-        difference = self._difference(config, members)
-        leading = [c for c in members if self._reports[c].group == self._reports[members[0]].group]
-        return difference is not None and all(
-            not difference.elements[tensor]
-            or difference.excess[tensor] <= self._allowed(tensor)
-            or (any(difference.common[tensor:][:1]) and self._is_partial(tensor, config, leading))
-            for tensor in range(len(difference.elements))
-        )
-
-    def _allowed(self, tensor: int) -> float:
-        return self._spread[tensor] if self._spread else 0.0
-
-    def _difference(self, config: int, members: Sequence[int]) -> GroupDifference | None:
-        own, theirs = self._reports[config].group, self._reports[members[0]].group
-        if own is None or theirs is None:
-            return None
-        return self._between.get((own, theirs))
-
-    def _is_partial(self, tensor: int, config: int, others: Sequence[int]) -> bool:
-        """Whether each program may leave a result of its own in a tensor, so that another grid
-        leaves another number of them: then the number of elements written follows that of programs,
-        along some axes. (Where the elements agree that both have written, one leaves others out.)
-        """
-        mine = self._written(tensor, config)
-        theirs = [(self._written(tensor, other), self._grids[other]) for other in others]
-        if not mine or not all(count for count, _ in theirs):
+        sizes = Counter(self._tiles[config] for config in self._reports)
+        if len(sizes) < (2 if self._draws else 3):
             return False
-        return any(
-            all(
-                _programs(grid, axes) != _programs(self._grids[config], axes)
-                and mine * _programs(grid, axes) == count * _programs(self._grids[config], axes)
-                for count, grid in theirs
-            )
-            for size in (1, 2, 3)
-            for axes in itertools.combinations(range(3), size)
+        firsts = {(self._of[config], self._tiles[config]): config for config in self._reports}
+        found: dict[bool, bool] = {True: True, False: True}  # whether all with one tile agree,
+        for one, other in itertools.combinations(firsts.values(), 2):
+            alike = self._tiles[one] == self._tiles[other]
+            found[alike] &= self._same(one, other, tensor) == alike
+            if not found[False]:
+                return False
+        several = sum(size > 1 for size in sizes.values())
+        return self._draws or (found[True] and several != 1)
+
+    def _agree(self, one: int, other: int) -> bool:
+        alike = self._of[one] == self._of[other]
+        known = self._difference(one, other) is not None
+        return alike or (known and all(self._same(one, other, t) for t in self._tensors))
+
+    def _same(self, one: int, other: int, tensor: int) -> bool:
+        """Whether two configs have the same in a tensor, for all that noise and grids explain."""
+        if self._of[one] == self._of[other]:
+            return True
+        found = self._difference(one, other)
+        if found is None:
+            return False
+        if tensor in self._by_tile and (self._draws or self._tiles[one] != self._tiles[other]):
+            return True
+        difference, allowed = found[tensor], self._spread[tensor] if self._spread else 0.0
+        return (
+            not difference.elements
+            or difference.excess <= allowed
+            or self._is_layout(one, other, tensor, padding=not difference.common)
         )
 
-    def _may_be_partial(self, tensor: int, config: int, others: Sequence[int]) -> bool:
-        """Whether nothing shows that a tensor is not one of partial results."""
-        mine = self._written(tensor, config)
-        theirs = [(self._written(tensor, other), self._grids[other]) for other in others]
-        if not mine or not all(count for count, _ in theirs):
-            return True
-        own = math.prod(self._grids[config])
-        return all(count == mine and math.prod(grid) == own for count, grid in theirs)
+    def _difference(self, one: int, other: int) -> tuple[Difference, ...] | None:
+        return self._between.get((self._of[one], self._of[other]))
 
-    def _written(self, tensor: int, config: int) -> int:
+    def _is_layout(self, one: int, other: int, tensor: int, padding: bool) -> bool:
+        """Whether two configs differ in how a grid lays out their results.
+
+        Each program may leave a result of its own in a tensor: then the number of elements written
+        follows that of programs, along some axes. Or programs write whole tiles, beyond what all
+        have to write: then their sizes are powers of two, and no tile is written in vain.
+        """
+        written = [self._written(each, tensor) for each in (one, other)]
+        grids = [self._grids[each] for each in (one, other)]
+        if not all(written):
+            return False
+        if padding:
+            tiles = [count / math.prod(grid) for count, grid in zip(written, grids, strict=True)]
+            least = [_without_last_tiles(*each) for each in zip(written, grids, strict=True)]
+            return all(math.frexp(tile)[0] == 0.5 for tile in tiles) and max(least) < min(written)
+        axes = (each for size in (1, 2, 3) for each in itertools.combinations(range(3), size))
+        programs = ([_programs(grid, each) for grid in grids] for each in axes)
+        return any(a != b and written[0] * b == written[1] * a for a, b in programs)
+
+    def _written(self, config: int, tensor: int) -> int:
         written = self._reports[config].written
         return written[tensor] if tensor < len(written) else 0
 
 
 def _programs(grid: Grid, axes: Iterable[int]) -> int:
     return math.prod(grid[axis] for axis in axes if axis < len(grid))
+
+
+def _without_last_tiles(written: int, grid: Grid) -> float:
+    """Return how many elements a grid of tiles writes but for the last tile along each axis."""
+    sizes = [size for size in grid if size > 1] or [1]
+    return written * math.prod(1 - 1 / size for size in sizes)

@@ -1,4 +1,4 @@
-"""What other keys of a kernel tell of a key: how far they are, their choices and their trials."""
+"""The neighbours of a key: their distance, their choices and their trials."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from triton.runtime.autotuner import Config
 
+from safetune.outcome import TRANSIENT
 from safetune.tuning.search import History, Neighbour, Trial
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _MOST = 4
 
 
 def history_of(request: TuningRequest, store: Store) -> History:
-    """Return what is known of a key before it is searched, but for its own trials."""
+    """Return the facts about a key before it is searched, except its own trials."""
     key, last = request.key, store.choice(request.key.digest)
     call = key.record()
     return History(
@@ -55,7 +56,8 @@ def _neighbours(request: TuningRequest, store: Store) -> list[Neighbour]:
 
 
 def _trials(store: Store, key: str, configs: dict[str, Config]) -> Iterator[Trial]:
-    for digest, outcome in store.outcomes(key).items():
+    stored = [trial for trial in store.trials(key) if trial.outcome.verdict not in TRANSIENT]
+    for digest, outcome in {trial.config_digest: trial.outcome for trial in stored}.items():
         if digest in configs:
             timing = outcome.timing if outcome.ok else None
             yield Trial(configs[digest], None if timing is None else timing.median_ms)

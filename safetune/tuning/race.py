@@ -7,12 +7,13 @@ hits all alike.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from safetune.isolation.protocol import Budget
+from safetune.both.protocol import GRAPH_LAUNCHES, Budget
 from safetune.outcome import Outcome, Timing
 
 #: Configs within this ratio of the best screening median go to the final.
@@ -21,6 +22,10 @@ FINAL_RATIO = 1.08
 _COARSE_DOUBT = 1.5
 #: At most this many configs, the best ones, go to the final.
 MAX_FINALISTS = 10
+#: Configs of a kernel that screening times below this may be timed as replays of a graph. Around
+#: each launch is more than a microsecond that does not count there, and caches are in another
+#: state, so more configs go to that final.
+SHORT_MS, SHORT_RATIO, MAX_SHORT = 0.05, 1.25, 20
 #: Medians within this ratio count as equal; the config declared first then wins.
 TIE_RATIO = 1.005
 #: A race may end while it is open whether an earlier config ties, if it is not slower than this.
@@ -32,30 +37,38 @@ _CONFIDENCE = 3.0
 #: Kernel time of one config in one round, and the limits of its launches.
 _ROUND_MS = 4.0
 _MIN_LAUNCHES, _MAX_LAUNCHES = 2, 20
+#: The same for replays; another one, which is not timed, comes before each.
+_REPLAYED_MS = 2.0
 #: The final ends after this time, once every finalist has had `MIN_ROUNDS`.
 _LIMIT_S = 1.5
 
 
-def finalists(
-    timings: Mapping[int, Timing], new: Collection[int], incumbent: int | None
-) -> list[int]:
-    """Return the configs whose order screening leaves open.
+def finalists(outcomes: Mapping[int, Outcome], way: str = "events") -> list[list[int]]:
+    """Return the configs that may be the fastest, by the tuning that took their times.
 
-    An incumbent runs against new configs only: those that it has beaten are not run again.
+    Times of two tunings are never compared: clocks, drivers and neighbours differ. Of each tuning
+    those near its fastest config are left, also if a later tuning has timed that one again; so no
+    config counts as beaten by one that it never met.
     """
-    rivals = {i: t for i, t in timings.items() if incumbent is None or i in new or i == incumbent}
-    if not rivals:
-        return []
-    limit = FINAL_RATIO * min(timing.median_ms for timing in rivals.values())
-    times = {i: timing.undisturbed_ms for i, timing in rivals.items()}
-    near = [i for i, timing in rivals.items() if times[i] <= limit * _doubt(timing)]
-    return sorted(heapq.nsmallest(MAX_FINALISTS, near, key=times.__getitem__))
+    ratio, most = (FINAL_RATIO, MAX_FINALISTS) if way == "events" else (SHORT_RATIO, MAX_SHORT)
+    times = {index: outcome.times() for index, outcome in outcomes.items()}
+    fastest: dict[str, float] = {}
+    for tuning, median_ms in itertools.chain(*(of_config.items() for of_config in times.values())):
+        fastest[tuning] = min(median_ms, fastest.get(tuning, math.inf))
+    groups: dict[str, dict[int, float]] = {}
+    for index, outcome in outcomes.items():
+        if (timing := outcome.timing) is not None:
+            last = next(reversed(times[index]))
+            if timing.undisturbed_ms <= ratio * fastest[last] * _doubt(timing):
+                groups.setdefault(last, {})[index] = timing.undisturbed_ms
+    return [heapq.nsmallest(most, near, key=near.__getitem__) for near in groups.values()]
 
 
 def race(
     racers: Mapping[int, Timing],
     measure: Callable[[Mapping[int, Budget]], Mapping[int, Outcome]],
     short: bool = False,
+    way: str = "events",
 ) -> tuple[dict[int, Timing], dict[int, Outcome], list[int]]:
     """Run the finalists in rounds until the winner is clear or the time is up.
 
@@ -64,6 +77,7 @@ def race(
             round.
         short: few rounds of few launches, where a launch takes long: in the interpreter, or with
             the user's own benchmark function.
+        way: how all of them are timed, a `MeasurePolicy`.
 
     Returns:
         The final timing of each config, the outcome of each that failed on the way, and the configs
@@ -75,7 +89,7 @@ def race(
     failed: dict[int, Outcome] = {}
     running = list(racers)
     for turn in range(MIN_ROUNDS if short else MAX_ROUNDS):
-        budgets = {index: _budget(racers[index], short) for index in in_turn(running, turn)}
+        budgets = {index: _budget(racers[index], short, way) for index in in_turn(running, turn)}
         for index, outcome in measure(budgets).items():
             if outcome.timing is None:
                 failed[index] = outcome
@@ -93,7 +107,8 @@ def race(
     if not running:
         common = min(map(len, rounds.values()), default=0)
         rounds, running = {i: timings[:common] for i, timings in rounds.items()}, [*rounds]
-    return {index: combine(timings) for index, timings in rounds.items()}, failed, running
+    stage = "final" if way == "events" else way
+    return {index: combine(timings, stage) for index, timings in rounds.items()}, failed, running
 
 
 def in_turn(racers: Sequence[int], turn: int) -> list[int]:
@@ -131,14 +146,14 @@ def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
     )
 
 
-def combine(rounds: Sequence[Timing]) -> Timing:
+def combine(rounds: Sequence[Timing], stage: str = "final") -> Timing:
     """Return one timing for several rounds: the median of each figure."""
     return Timing(
         median_ms=statistics.median(timing.median_ms for timing in rounds),
         p20_ms=statistics.median(timing.p20_ms for timing in rounds),
         p80_ms=statistics.median(timing.p80_ms for timing in rounds),
         count=sum(timing.count for timing in rounds),
-        stage="final",
+        stage=stage,
     )
 
 
@@ -149,11 +164,14 @@ def best(timings: Mapping[int, Timing]) -> int:
 
 
 def _doubt(timing: Timing) -> float:
-    """Return how many times as long as in truth a config may have taken in its screening."""
+    """Return the factor by which screening may overestimate a config's time."""
     return _COARSE_DOUBT if timing.stage == "coarse" else 1.0
 
 
-def _budget(screened: Timing, short: bool) -> Budget:
+def _budget(screened: Timing, short: bool, way: str) -> Budget:
+    if way != "events":
+        replays = math.ceil(_REPLAYED_MS / (GRAPH_LAUNCHES * screened.median_ms))
+        return Budget(least=min(max(replays, 3), _MAX_LAUNCHES), time_ms=0.0, way=way)
     launches = math.ceil(_ROUND_MS / screened.median_ms)
     least, most = (1, _MIN_LAUNCHES) if short else (_MIN_LAUNCHES, _MAX_LAUNCHES)
     return Budget(least=min(max(launches, least), most), time_ms=0.0)

@@ -6,29 +6,40 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
-from triton.runtime.autotuner import Config
+from triton.runtime.autotuner import Config, Heuristics
 
 from safetune import forks
-from safetune.config import config_digest, config_text
-from safetune.errors import InvalidSetting, from_signal_handler
+from safetune.config import config_digest, config_text, without_identity
 from safetune.frozen import dataclass
-from safetune.inputs.call import Call, grid_of
-from safetune.keys.kernel_digest import inner_heuristics
+from safetune.inputs.call import (
+    Call,
+    Scopes,
+    can_travel,
+    grid_of,
+    heuristics_of,
+    of_the_user,
+    passed_twice,
+    scopes_of,
+)
+from safetune.keys.identity import in_process, inner_heuristics
 from safetune.keys.tuning_key import TuningKey
-from safetune.outcome import OF_THE_CALL, TRANSIENT, Mark, Outcome, Verdict
-from safetune.store.records import ChoiceRecord, TrialRecord
+from safetune.launch.call_shape import own_heuristics
+from safetune.outcome import BUSY, OF_SCOPE, TRANSIENT, Mark, Outcome, Verdict
+from safetune.settings import MeasurePolicy, SearchBudget, Settings
+from safetune.store.records import PINNED_LIST, ChoiceRecord, Failure, TrialRecord
 
 if TYPE_CHECKING:
     from safetune.store.local.store import Store
     from safetune.tuning.search import Proposer
+
+
+#: What a config has at least to answer, however many have hung.
+_LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,49 +60,18 @@ class Limits:
         }
         return limits.get(verdict)
 
+    def to_answer(self, outcomes: Iterable[Outcome]) -> float:
+        """Return how long the next config may take to answer, after others; 0 to try no more.
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True)
-class SearchBudget:
-    """What the search for one key may take: a number of configs in all, or seconds at a time."""
-
-    configs: int | None = None
-    seconds: float = math.inf
-
-    @classmethod
-    def parse(cls, owner: str, budget: object) -> SearchBudget | None:
-        """Return a budget as it is written: `200` configs, or a time as `90s`, `5m` and `1h`.
-
-        None, for all configs, stays None.
-
-        Raises:
-            InvalidSetting: it is neither.
+        Once one has hung, and until one works, that is little: perhaps all wait for something that
+        no child has. The search for one that answers ends after twice the limit in all.
         """
-        if budget is None or isinstance(budget, cls):
-            return budget
-        text = "" if isinstance(budget, bool) else str(budget).strip()
-        match = re.fullmatch(r"(\d+|\d*\.\d+)([smh]?)", text)
-        number = float(match[1]) if match else 0.0
-        if match and match[2] and 0 < number < math.inf:
-            return cls(seconds=number * _UNITS_S[match[2]])
-        if match and number >= 1 and number.is_integer():
-            return cls(configs=int(number))
-        raise InvalidSetting(
-            f"budget={budget!r} of {owner} is neither a number of configs, e.g. 200, nor a time, "
-            "e.g. '90s', '5m' or '1h'"
-        )
-
-    def remaining(self, tried: int, new: int, elapsed_s: float) -> int:
-        """Return how many configs more may be measured; of seconds, as fast as until now.
-
-        Args:
-            tried, new: the configs with an outcome, and those of them tried in `elapsed_s`.
-        """
-        if self.configs is not None:
-            return self.configs - tried
-        return int((self.seconds - elapsed_s) * new / elapsed_s) if new else sys.maxsize
+        tried = [*outcomes]
+        spent_s = sum(_limit_of(o) for o in tried if o.verdict is Verdict.TIMEOUT)
+        if not spent_s or any(outcome.ok for outcome in tried):
+            return self.run_timeout_s
+        share_s = min(self.run_timeout_s, max(_LEAST_S, self.run_timeout_s / 10))
+        return share_s if spent_s + share_s <= 2 * self.run_timeout_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +83,14 @@ class Grids:
     #: The outcome of each config that cannot be launched on its grid.
     failures: Mapping[int, Outcome]
     reads: frozenset[str]  # the dropped names that the grid function reads
+    #: What heuristics set for each config; None where one raises.
+    heuristics: tuple[Mapping[str, Any] | None, ...] = ()
+    sent: tuple[Mapping[str, Any] | None, ...] = ()  # as `Call.heuristics`
+
+    @classmethod
+    def unknown(cls, configs: int) -> Grids:
+        """Return the grids of a call without arguments."""
+        return cls(((),) * configs, {}, frozenset(), (None,) * configs, (None,) * configs)
 
     @property
     def launch_something(self) -> bool:
@@ -125,22 +113,48 @@ class TuningRequest:
     marks: tuple[str, ...] = ()  # for every outcome
     budget: SearchBudget | None = None  # measure some configs, not all
     proposer: Proposer | None = None  # who names them; None for the default
-    goes_on: bool = False  # with the configs that an earlier search of this key has left out
-    bench: Callable[..., Any] | None = None  # of the request and phases, in place of `LaunchBench`
-    #: What later tunings of the kernel compile, done while cores are free: see `CompilePool`.
-    ahead: deque[bytes] = field(default_factory=deque)
+    measure: MeasurePolicy | None = None  # if it was given
+    #: Made offline: it goes on with the configs that an earlier search of this key left out, and
+    #: believes an earlier process that none works for its call.
+    goes_on: bool = False
+    #: Those of a call whose arguments are gone, or were never there.
+    known: tuple[Grids, Scopes | None] | None = None
 
     @forks.cached_property
     def grids(self) -> Grids:
         """The grids of the configs. Code of the caller computes them, which may launch another
         kernel and have it tuned: ask before any lock is taken.
         """
-        return grids_of(self.call, self.configs)
+        return self.known[0] if self.known else grids_of(self.call, self.configs)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a function of the user's runs before or after a launch."""
+        hooks = (self.call.hooks.pre_hook, self.call.hooks.post_hook)
+        return any(hook is not None for hook in hooks) or any(map(_is_hooked, self.configs))
+
+    @forks.cached_property
+    def scopes(self) -> Scopes:
+        """What the outcomes of the configs hold for."""
+        known = self.known and self.known[1]
+        return known or scopes_of(self.call, self.grids.sizes, self.grids.heuristics)
+
+    @property
+    def without_arguments(self) -> TuningRequest:
+        """This request without the caller's tensors, for a tuning that is queued or planned."""
+        call = replace(self.call, args=(), kwargs={}, grid=None)
+        return replace(self, call=call, known=(self.grids, self.scopes))
 
     @forks.cached_property
     def by_digest(self) -> dict[str, Config]:
         """The configs by their digests."""
         return {config_digest(config): config for config in self.configs}
+
+    @property
+    def without_identity(self) -> str:
+        """The name of a value that no other process could know again; empty if there is none."""
+        in_key = (name for name, value in self.key.values if in_process(value))
+        return next(in_key, "") or without_identity(self.configs)
 
     @property
     def most_shared(self) -> int:
@@ -235,53 +249,94 @@ class TuningResult:
     phases: Mapping[str, float]  # seconds by phase, see `Phases`
     notes: tuple[str, ...] = ()  # sentences to report to the user
     adopted: bool = False  # the choice is that of another process, which tuned meanwhile
+    #: The configs that were faster, and left out for their results: how many times as fast.
+    left_out: Mapping[Config, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """The whole time."""
         return sum(self.phases.values())
 
+    @property
+    def timings(self) -> dict[Config, list[float]]:
+        """The times of the configs, as Triton's tuner has them."""
+        return {config: _as_triton(outcome) for config, outcome in self.outcomes}
+
+
+def _as_triton(outcome: Outcome) -> list[float]:
+    """Return the median, 20th and 80th percentile, or infinity."""
+    timing = outcome.timing
+    return [math.inf] * 3 if timing is None else [timing.median_ms, timing.p20_ms, timing.p80_ms]
+
 
 Observer = Callable[[Progress], None]
 
 
 def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
-    """Return the grids that launches of a call would have.
+    """Return the grids that launches of a call would have, and what heuristics set for them.
 
-    A config fails where its grid cannot be computed, and where it launches nothing while another
+    A config fails where its grid or a heuristic raises, and where it launches nothing while another
     config launches something: it would be the fastest.
     """
     sizes: list[tuple[int, ...]] = []
     failures: dict[int, Outcome] = {}
+    values: list[Mapping[str, Any] | None] = []
     reads: set[str] = set()
     for index, config in enumerate(configs):
+        grid: tuple[int, ...] = ()
+        values.append(None)
+        what = "a heuristic cannot be computed"
         try:
-            missing = _missing(call, config)
-            grid, seen = ((), set()) if missing else grid_of(call, config)
-            if missing:
-                failures[index] = _failed(f"the call does not pass {missing}", "TypeError")
+            if wrong := _wrong(call, config):
+                failures[index] = _failed(f"the call {wrong}", "TypeError")
+            else:
+                values[index] = _heuristics_of(call, config)
+                what = "the grid cannot be computed"
+                grid, seen = grid_of(call, config, values[index])
+                reads |= seen
         except Exception as error:
-            if from_signal_handler(error):
-                raise
             reason = f"{type(error).__name__}: {error}"
-            failures[index] = _failed(
-                f"the grid cannot be computed: {reason}", type(error).__name__
-            )
-            grid, seen = (), set()
+            failures[index] = _failed(f"{what}: {reason}", type(error).__name__)
         sizes.append(grid)
-        reads |= seen
     if not all(map(_is_empty, sizes)):
         for index, grid in enumerate(sizes):
             if _is_empty(grid):
                 failures[index] = _failed(f"its grid {grid} launches nothing; others launch work")
-    return Grids(tuple(sizes), failures, frozenset(reads))
+    own = not isinstance(own_heuristics(call.kernel)[0], Heuristics)
+    sent = tuple(
+        each if own and not _is_hooked(config) and _can_travel(each) else None
+        for config, each in zip(configs, values, strict=True)
+    )
+    return Grids(tuple(sizes), failures, frozenset(reads), tuple(values), sent)
 
 
-def _missing(call: Call, config: Config) -> str:
-    """Return the parameters of the kernel that no launch could bind, as text."""
+def _is_hooked(config: Config) -> bool:
+    """Whether a function of the user's runs before the heuristics, which see what it changes."""
+    return of_the_user(config.pre_hook) is not None
+
+
+def _can_travel(values: Mapping[str, Any] | None) -> bool:
+    return values is not None and all(map(can_travel, values.values()))
+
+
+def _heuristics_of(call: Call, config: Config) -> dict[str, Any] | None:
+    """Return what heuristics set; None where only a hook of the config makes them work."""
+    try:
+        return heuristics_of(call, config)
+    except Exception:
+        if not _is_hooked(config):
+            raise
+        return None
+
+
+def _wrong(call: Call, config: Config) -> str:
+    """Return why no launch could bind the arguments; empty if one can."""
+    if twice := passed_twice(call):
+        return f"passes {', '.join(twice)} by position and by name"
     given = {*call.named(), *config.all_kwargs(), *inner_heuristics(call.kernel)}
     needed = [name for name, each in call.parameters.items() if each.default is each.empty]
-    return ", ".join(name for name in needed if name not in given)
+    missing = ", ".join(name for name in needed if name not in given)
+    return f"does not pass {missing}" if missing else ""
 
 
 def _is_empty(grid: tuple[int, ...]) -> bool:
@@ -292,25 +347,191 @@ def _failed(message: str, detail: str = "") -> Outcome:
     return Outcome(Verdict.LAUNCH_ERROR, detail=detail, message=message)
 
 
-#: A choice or an outcome that was made later is of another process that runs beside this one.
-_STARTED = time.time()
+#: The calls with which no config has worked in this process: the digests of their key and of them.
+_hopeless: set[tuple[str, str]] = set()
 
 
-def lasting_outcomes(request: TuningRequest, store: Store) -> dict[int, Outcome]:
-    """Return the stored outcomes that are not measured again, by the config's index."""
+def note_hopeless(request: TuningRequest) -> None:
+    """Note that no config works for a call: this process does not try them again."""
+    _hopeless.add((request.key.digest, request.scopes.call))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is stored of a key: read at a launch, and once more under the lock of the key.
+
+    Attributes:
+        choice: the newest one whose config is among those that pruning leaves.
+        trials: all of the key.
+        since: that no config works counts where this process, or another one since, has found it.
+    """
+
+    request: TuningRequest
+    choice: ChoiceRecord | None
+    trials: Sequence[TrialRecord]
+    since: float = 0.0
+
+    @classmethod
+    def read(cls, request: TuningRequest, store: Store, since: float = 0.0) -> Plan:
+        """Read the plan of a request's key."""
+        choice = store.choice(request.key.digest, request.declared, [*request.by_digest])
+        return cls(request, choice, store.trials(request.key.digest), since)
+
+    @property
+    def config(self) -> Config | None:
+        """The config that was chosen."""
+        return None if self.choice is None else self.request.by_digest[self.choice.config_digest]
+
+    @property
+    def final(self) -> ChoiceRecord | None:
+        """The choice after which there is nothing to tune."""
+        return None if self.due else self.choice
+
+    @forks.cached_property
+    def latest(self) -> dict[int, TrialRecord]:
+        """The latest trial of each config that has one which is not transient, by index."""
+        return _latest_trials(self.request, self.trials)
+
+    @forks.cached_property
+    def due(self) -> bool:
+        """Whether a key that has a choice has configs to measure, once.
+
+        Those that pruning has left only since, that were timed and not judged, that had less time
+        than they have now, and that failed cleanly with other calls alone. A choice that was not
+        made here has no trials, which says nothing of what was tried.
+        """
+        request, choice, latest = self.request, self.choice, self.latest
+        if choice is not None and choice.declared == PINNED_LIST:
+            return False
+        if request.force:
+            return True
+        if choice is None or all(t.config_digest != choice.config_digest for t in self.trials):
+            return False
+        if self.races_again:
+            return True
+        untried = self._untried(latest)
+        more = bool(untried) and _measures_more(request, len(latest), choice.marks)
+        if more and not untried <= request.grids.failures.keys():
+            return True
+        return any(
+            trial.outcome.verdict is Verdict.NOT_JUDGED
+            or _had_less_time(trial.outcome, request.limits)
+            or (
+                trial.outcome.verdict in OF_SCOPE
+                and trial.seen_with(request.scopes.of[config], True) is None
+            )
+            for config, trial in latest.items()
+        )
+
+    @property
+    def races_again(self) -> bool:
+        """Whether the finalists race once more, as other work was on the device when they did.
+
+        Those who waited for the choice take it: that work may be theirs.
+        """
+        choice = self.choice
+        if choice is None or BUSY not in choice.marks:
+            return False
+        return not 0 < self.since < choice.created
+
+    @forks.cached_property
+    def outcomes(self) -> dict[int, Outcome]:
+        """The outcomes that hold for the call and are not measured again, by index."""
+        request, limits = self.request, self.request.limits
+        if request.force:
+            return self.took_down
+        some_work = any(trial.outcome.runs for trial in self.latest.values())
+        known = _seen(request, self.latest, some_work)
+        outcomes = {config: seen.outcome for config, seen in known.items()}
+        some_work = any(outcome.runs for outcome in outcomes.values())
+        untried = self._untried(outcomes)
+        if outcomes and not some_work and (not untried or untried <= request.grids.failures.keys()):
+            latest = max(seen.created for seen in known.values())
+            if latest < self.since and (request.key.digest, request.scopes.call) not in _hopeless:
+                return self.took_down
+        # Where one had the whole limit and none works, the others had less because of that one.
+        enough = not some_work and any(
+            outcome.verdict is Verdict.TIMEOUT and not _had_less_time(outcome, limits)
+            for outcome in outcomes.values()
+        )
+        return {
+            config: _unsettled(outcome)
+            for config, outcome in outcomes.items()
+            if (enough and outcome.verdict is Verdict.TIMEOUT)
+            or not _had_less_time(outcome, limits)
+        }
+
+    @property
+    def took_down(self) -> dict[int, Outcome]:
+        """The configs that are not tried again for a while, whatever is asked for."""
+        outcomes = {config: trial.outcome for config, trial in self.latest.items()}
+        return {config: outcome for config, outcome in outcomes.items() if outcome.took_down}
+
+    @property
+    def listed(self) -> dict[int, Outcome]:
+        """The configs without an outcome that SAFETUNE_FAILURES lists; raises `InvalidSetting`."""
+        path = Settings.current().failures
+        if path is None:
+            return {}
+        from safetune.store.packs import failures  # only where there is a list
+
+        outcomes, key = failures.read(path), self.request.key.digest
+        digests = {
+            config: (key, config_digest(self.request.configs[config])) for config in self.left
+        }
+        return {config: outcomes[of] for config, of in digests.items() if of in outcomes}
+
+    def _untried(self, tried: Collection[int]) -> set[int]:
+        return {*range(len(self.request.configs))}.difference(tried)
+
+    def fails(self, config: Config) -> bool:
+        """Whether a config is known to fail cleanly with the call; it may work with others."""
+        if not any(trial.elsewhere or trial.outcome.verdict in OF_SCOPE for trial in self.trials):
+            return False
+        configs = self.request.configs
+        known = _seen(self.request, self.latest, True)
+        seen = known.get(configs.index(config)) if config in configs else None
+        return seen is not None and seen.outcome.clean
+
+    @property
+    def left(self) -> list[int]:
+        """The configs that have no such outcome."""
+        return sorted(self._untried(self.outcomes))
+
+    @property
+    def timings(self) -> dict[Config, list[float]]:
+        """The stored times, as Triton's tuner has them."""
+        configs = self.request.configs
+        return {configs[i]: _as_triton(trial.outcome) for i, trial in self.latest.items()}
+
+
+def known_outcomes(request: TuningRequest, store: Store) -> dict[int, Outcome]:
+    """Return the stored outcomes of configs that may be expected of a call, by index.
+
+    What hung or crashed with another call is not launched in the caller either.
+    """
+    trials = _latest_trials(request, store.trials(request.key.digest))
+    known = {config: seen.outcome for config, seen in _seen(request, trials, True).items()}
+    return {**known, **request.grids.failures}
+
+
+def _seen(
+    request: TuningRequest, trials: Mapping[int, TrialRecord], some_work: bool
+) -> dict[int, Failure | TrialRecord]:
+    if not trials:
+        return {}
+    scopes = request.scopes.of
+    seen = {config: trial.seen_with(scopes[config], some_work) for config, trial in trials.items()}
+    return {config: found for config, found in seen.items() if found is not None}
+
+
+def _latest_trials(request: TuningRequest, stored: Iterable[TrialRecord]) -> dict[int, TrialRecord]:
+    """Return the latest trial of each config that has one which is not transient, by index."""
     indexes = {config_digest(config): index for index, config in enumerate(request.configs)}
-    trials = {
+    return {
         indexes[trial.config_digest]: trial
-        for trial in store.trials(request.key.digest)
+        for trial in stored
         if trial.config_digest in indexes and trial.outcome.verdict not in TRANSIENT
-    }
-    outcomes = {config: _unsettled(trial.outcome) for config, trial in trials.items()}
-    some_work = len(trials) < len(indexes) or any(outcome.ok for outcome in outcomes.values())
-    return {  # where no config works, the caller may have corrected its call since
-        config: outcomes[config]
-        for config, trial in trials.items()
-        if some_work or trial.outcome.verdict not in OF_THE_CALL or trial.created > _STARTED
-        if not _had_less_time(trial, request.limits)
     }
 
 
@@ -321,41 +542,20 @@ def _unsettled(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def usable_choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
-    """Return the newest choice for a key whose config is one of those that pruning leaves."""
-    return store.choice(request.key.digest, request.declared, [*request.by_digest])
-
-
-def is_due(request: TuningRequest, store: Store, stored: Iterable[TrialRecord]) -> bool:
-    """Whether a key that has a choice has configs to measure, once.
-
-    Those that pruning has left only since, that were timed and not judged, and that had less time
-    than they have now. A choice that was not made here has no trials, which says nothing of what
-    was tried.
-
-    Args:
-        stored: the trials of the key.
-    """
-    choice = usable_choice(request, store)
-    trials = {trial.config_digest: trial for trial in stored}
-    if choice is None or choice.config_digest not in trials:
-        return False
-    found = [trials[digest] for digest in request.by_digest if digest in trials]
-    if len(found) < len(request.by_digest) and _measures_more(request, len(found), choice.marks):
-        return True
-    return any(
-        trial.outcome.verdict is Verdict.NOT_JUDGED or _had_less_time(trial, request.limits)
-        for trial in found
-    )
-
-
 def marks_of_choice(outcome: Outcome, tried: int, every: int) -> tuple[str, ...]:
     """Return what users must know of a choice with this outcome, made among those `tried`."""
     dispute = Mark.DISPUTED.reason_in(outcome.marks)
     marks = [Mark.DISPUTED.of(dispute)] if dispute else []
+    marks += [BUSY] * (BUSY in outcome.marks)
+    if outcome.marked(Mark.NOT_REPEATABLE):
+        marks.append(Mark.NOT_REPEATABLE.of(Mark.NOT_REPEATABLE.reason_in(outcome.marks)))
     if tried < every:
         marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs"))
     return tuple(marks)
+
+
+#: The mark of a choice that was raced once more, and again while other work was on the device.
+BUSY_AGAIN = f"{BUSY}, twice"
 
 
 def searched(marks: Sequence[str]) -> str:
@@ -377,12 +577,15 @@ def _measures_more(request: TuningRequest, tried: int, marks: Sequence[str]) -> 
     return tried < request.budget.configs
 
 
-def _had_less_time(trial: TrialRecord, limits: Limits) -> bool:
+def _had_less_time(outcome: Outcome, limits: Limits) -> bool:
     """Whether a config took longer than a limit that has been raised since."""
-    limit_s = limits.of(trial.outcome.verdict)
-    if limit_s is None:
-        return False
+    limit_s = limits.of(outcome.verdict)
+    return limit_s is not None and _limit_of(outcome) < limit_s
+
+
+def _limit_of(outcome: Outcome) -> float:
+    """Return the limit that a config has exceeded, in seconds; 0 where that is not known."""
     try:
-        return float(trial.outcome.detail.removesuffix(" s")) < limit_s
-    except ValueError:  # an older version did not store it
-        return True
+        return float(outcome.detail.removesuffix(" s"))
+    except ValueError:
+        return 0.0

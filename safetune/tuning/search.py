@@ -27,7 +27,7 @@ _POLISH_SHARE, _POLISH_STEPS = 0.3, 2
 
 @dataclass(frozen=True)
 class Trial:
-    """A config that was tried. `time_ms` is None where it failed."""
+    """A config that was tried. `time_ms` is None if it failed."""
 
     config: Config
     time_ms: float | None
@@ -39,9 +39,9 @@ class Neighbour:
 
     Attributes:
         values: of the names in `key`.
-        distance: between both keys' values: the sum of `|log2(ratio)|` over their numbers.
+        distance: the sum of `|log2(ratio)|` over the numbers of both keys.
         choice: its config.
-        trials: what was measured for it; empty where only its choice is known.
+        trials: its measurements; empty if only its choice is known.
     """
 
     values: Mapping[str, Any]
@@ -52,14 +52,14 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class History:
-    """What a search knows.
+    """The state of a search, as a proposer sees it.
 
     Attributes:
         kernel: its name.
-        values, dtypes: those of the call's key, by name.
-        device: the facts of the device, e.g. its name.
+        values, dtypes: of the call's key, by name.
+        device: the properties of the device, such as its name.
         configs: every config that may be proposed.
-        trials: what was measured for this key, in no particular order.
+        trials: the measurements for this key, in no particular order.
         neighbours: keys that were tuned, the nearest first.
         incumbent: the config chosen last for this key.
     """
@@ -103,7 +103,7 @@ class RandomProposer:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one key: what is known of it at the start, and who proposes."""
+    """The search for one key: the known facts at the start, and the proposer."""
 
     start: History
     proposer: Proposer

@@ -1,9 +1,9 @@
 """Single flight: of all processes that miss a key, one tunes it and the others wait for its choice.
 
 On one machine a process that tunes holds the key's lock (`store.local.locks`), which the kernel
-frees when the process ends. Where nodes share a store, it then asks that store for its lease, so
-that one node tunes. Nodes that share a directory have no leases: two may tune a key at once, and
-all launch the choice that was published first.
+frees when the process ends. Where nodes share a store, it then asks that store for the right to
+tune: a PostgreSQL server leases each key to one node. Nodes that share files may tune a key at
+once. All launch the choice that was published first.
 
 Waits are bounded, all waits of a process together: ranks that wait for one another inside a
 collective would otherwise never meet. A process that has waited that long launches the fallback.
@@ -14,24 +14,21 @@ lock of a key comes before the lock for compiling.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune import forks
 from safetune.errors import (
     Busy,
-    NotExclusive,
-    NoWorkingConfig,
     StoreError,
     StoreWarning,
-    WorkerUnavailable,
-    from_signal_handler,
 )
 from safetune.messages import logger, warn_once
 from safetune.outcome import Outcome
@@ -40,8 +37,7 @@ from safetune.store.local.db_files import pauses
 from safetune.store.local.locks import Waited, waited
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
-from safetune.tuning import requests
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import Plan, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.store.shared.layer import SharedLayer
@@ -51,6 +47,9 @@ if TYPE_CHECKING:
 #: one connection of some milliseconds.
 _PAUSES_S = (0.02, 0.25)
 _NODE_PAUSES_S = (0.1, 2.0)
+
+#: How long a final waits for those of other processes: each takes a second or two.
+_MOST_FOR_TURN_S = 60.0
 
 
 class _OfThread(threading.local):
@@ -68,15 +67,13 @@ class WaitBudget:
     """How long to wait for other processes."""
 
     seconds: float = math.inf  # of all waits of this process together
-    check: Callable[[], None] = lambda: None  # called while waiting; what it raises ends the wait
+    check: Callable[[], None] = lambda: None  # called while waiting; its exception ends the wait
     waited: Waited = waited  # counts against `seconds`: the waits of this process
-    #: Tune a key only where no other node can tune it at the same time; else raise `NotExclusive`.
-    exclusive: bool = False
     #: Told which process is waited for, again at each try, and "" at the end.
     tell: Callable[[str], None] = lambda process: None
 
     def tries(self, process: Callable[[], str], first_s: float, most_s: float) -> Iterator[None]:
-        """Yield for each try to get what another process has, and wait between; raises `Busy`."""
+        """Yield before each attempt to get another's result; wait between; raises `Busy`."""
         try:
             for number, pause_s in enumerate(pauses(first_s, most_s)):
                 begin = time.monotonic()
@@ -109,7 +106,7 @@ class Election:
     choice: ChoiceRecord | None = None
     #: This node's right to tune it, where nodes share a store that gives any.
     lease: Lease | None = None
-    published: bool = False
+    plan: Plan | None = None  # as it was when the election ended
 
     def publish(self, choice: ChoiceRecord, outcome: Outcome) -> ChoiceRecord:
         """Publish a choice that may be shared; return the one that every node launches."""
@@ -118,7 +115,6 @@ class Election:
         from safetune.store.shared.protocol import space_of
 
         stored = StoredChoice(KeyRecord.of(self.request.key), choice)
-        self.published = True
         return self.shared.publish(space_of(self.request.key), stored).choice
 
     def keep(self, choice: ChoiceRecord, store: Store, outcome: Outcome) -> ChoiceRecord:
@@ -145,11 +141,14 @@ def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[
     if name in _of_thread.names:
         raise Busy("its tuning has launched it again with the same key")
     doing = f"tunes {request.key.kernel.name} for {request.key}"
-    with _locked(store, name, doing, budget, lambda: final_choice(request, store)) as choice:
-        if choice is not None:
-            yield Election(request, choice=choice)
+    since = 0.0 if request.goes_on else time.time()
+    read = functools.partial(Plan.read, request, store, since)
+    with _locked(store, name, doing, budget, read) as found:
+        plan = found or read()  # the last owner may have chosen just before it let go
+        if plan.final is not None:
+            yield Election(request, choice=plan.final, plan=plan)
             return
-        with elect_cluster(request, store, budget) as election:
+        with elect_cluster(request, store, budget, plan) as election:
             yield election
 
 
@@ -164,6 +163,31 @@ def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def racing(store: Store, gpu_uuid: str, budget: WaitBudget) -> Iterator[bool]:
+    """Be the only process that runs a final on a device; yield whether this one is.
+
+    Where another one does not end in time, its time is the worse one of two.
+
+    Args:
+        gpu_uuid: empty in the interpreter, where the device is the machine.
+    """
+    name = f"final on {gpu_uuid}"
+    if name in _of_thread.names:
+        yield True
+        return
+    most_s = min(budget.seconds, budget.waited.seconds + _MOST_FOR_TURN_S)
+    with contextlib.ExitStack() as held:
+        is_alone = True
+        try:
+            held.enter_context(
+                _locked(store, name, "times configs", replace(budget, seconds=most_s), lambda: None)
+            )
+        except Busy:
+            is_alone = False
+        yield is_alone
+
+
 def compiling_name() -> str:
     """Return the name of the lock for compiling.
 
@@ -173,33 +197,29 @@ def compiling_name() -> str:
 
 
 @contextlib.contextmanager
-def elect_cluster(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
+def elect_cluster(
+    request: TuningRequest, store: Store, budget: WaitBudget, plan: Plan | None = None
+) -> Iterator[Election]:
     """Yield when this node may tune a key, or when another has; raises as `elect` does.
 
     Only the process of a node that holds the key's lock comes here.
     """
     if store.shared is None:
-        if budget.exclusive:
-            raise NotExclusive(request.key.kernel.name)
-        yield Election(request)
+        yield Election(request, plan=plan)
         return
-    again = request.force or requests.is_due(request, store, store.trials(request.key.digest))
-    election = _elected(request, store.shared, budget, again)
+    plan = plan or Plan.read(request, store)
+    election = _elected(request, store.shared, budget, plan.due)
+    election.plan = plan
     if election.lease is None:
         yield election
         return
     ended = threading.Event()
     _start_heartbeat(election.lease, ended)
-    interrupted = False
     try:
         yield election
-    except BaseException as error:
-        interrupted = _says_nothing_of_the_key(error)
-        raise
     finally:
         ended.set()
-        # Where this was interrupted, one other node tunes; else all do, and fare as this one did.
-        store.shared.release(election.lease, election.published or interrupted)
+        store.shared.release(election.lease)
 
 
 @contextlib.contextmanager
@@ -208,24 +228,24 @@ def _locked(
     name: str,
     doing: str,
     budget: WaitBudget,
-    chosen: Callable[[], ChoiceRecord | None],
-) -> Iterator[ChoiceRecord | None]:
-    """Yield None with the name locked, or the choice, whichever comes first.
+    read: Callable[[], Plan | None],
+) -> Iterator[Plan | None]:
+    """Yield None with the name locked, or the plan once it has a final choice.
 
     Args:
         doing: what a process does that has locked it.
     """
     with contextlib.ExitStack() as held:
-        choice, path = None, store.path
+        plan, path = None, store.path
         if path is not None:  # other processes do not see a store in memory
             for _ in budget.tries(lambda: _holder(path, name, doing), *_PAUSES_S):
-                locked, choice = _try(path, name, chosen, held)
-                if locked or choice is not None:
+                locked, plan = _try(path, name, read, held)
+                if locked or plan is not None:
                     break
-        if choice is None:
+        if plan is None:
             _of_thread.names.add(name)
             held.callback(_of_thread.names.discard, name)
-        yield choice
+        yield plan
 
 
 def _holder(path: Path, name: str, doing: str) -> str:
@@ -236,23 +256,24 @@ def _holder(path: Path, name: str, doing: str) -> str:
 def _try(
     path: Path,
     name: str,
-    chosen: Callable[[], ChoiceRecord | None],
+    read: Callable[[], Plan | None],
     held: contextlib.ExitStack,
-) -> tuple[bool, ChoiceRecord | None]:
-    """Return whether the name is locked, and the choice. Without locks it counts as locked."""
+) -> tuple[bool, Plan | None]:
+    """Lock a name unless the plan has a final choice; return whether it is locked, or that plan.
+
+    Without locks it counts as locked.
+    """
     try:
-        if (choice := chosen()) is not None:
-            return False, choice
+        plan = read()
+        if plan is not None and plan.final is not None:
+            return False, plan
         lock = locks.try_lock(path, name)
         if lock is None:
             return False, None
         held.callback(lock.release)
-        return True, chosen()  # the last owner may have chosen just before it let go
     except StoreError as error:
         logger.info("%s; tuning without waiting for other processes", error)
     except OSError as error:
-        if from_signal_handler(error):
-            raise
         warn_once(
             f"cannot lock keys beside {path} ({error.strerror or error}); processes do not wait "
             "for one another, and each may tune the same key",
@@ -269,7 +290,7 @@ def _elected(
     Args:
         again: tune, although there is a choice.
     """
-    from safetune.store.shared.protocol import Claim, NoLease, space_of
+    from safetune.store.shared.protocol import Claim, space_of
 
     wanted = (space_of(request.key), request.key.digest, request.declared, again)
     claim = Claim()
@@ -285,25 +306,9 @@ def _elected(
             stored is not None and stored.choice.config_digest in request.by_digest
         ):  # left by pruning
             return Election(request, shared, stored.choice)
-        if budget.exclusive and isinstance(lease, NoLease):
-            raise NotExclusive(request.key.kernel.name)
         if lease is not None or stored is not None:
             return Election(request, shared, lease=lease)
     raise AssertionError("a budget's tries end with an exception")
-
-
-def final_choice(request: TuningRequest, store: Store) -> ChoiceRecord | None:
-    """Return the choice after which there is nothing to tune."""
-    if request.force or requests.is_due(request, store, store.trials(request.key.digest)):
-        return None
-    return requests.usable_choice(request, store)
-
-
-def _says_nothing_of_the_key(error: BaseException) -> bool:
-    """Whether a tuning ended for a reason that another node may not meet."""
-    if isinstance(error, NoWorkingConfig):
-        return error.transient
-    return isinstance(error, WorkerUnavailable) or not isinstance(error, Exception)
 
 
 def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:

@@ -8,24 +8,54 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
+from triton.runtime.autotuner import Config
+
+from safetune.both.protocol import Budget
 from safetune.config import config_digest, config_record, config_text
-from safetune.errors import NothingToMeasure, NoWorkingConfig
+from safetune.errors import NothingToMeasure, NoWorkingConfig, StoreWarning
 from safetune.frozen import dataclass
 from safetune.isolation.fork_server import system_errors
-from safetune.isolation.protocol import Budget
-from safetune.outcome import Mark, Outcome, OutputReport, Timing, Verdict
+from safetune.messages import logger, warn_once
+from safetune.outcome import BUSY, Mark, Outcome, OutputReport, Timing, Verdict
+from safetune.store.local import in_flight
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning import budget as budgets
 from safetune.tuning import race, requests, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.judge import Judgement, Votes, judge
-from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
+from safetune.tuning.requests import (
+    Observer,
+    Phases,
+    Plan,
+    Progress,
+    TuningRequest,
+    TuningResult,
+)
 from safetune.tuning.single_flight import Election, WaitBudget
+
+#: By less than this a config is not said to be faster: first times vary.
+_FASTER = 1.05
+
+_UNKNOWN_ELSEWHERE = (
+    "choices of {kernel} are not stored: no other process could recognise its value of {name}. "
+    "Pass a plain value, an enum, a function, a dataclass or another object that holds only such "
+    "values; an open file, a generator, a lock or a tensor in it has no identity"
+)
+
+#: A choice counts as made beside other work where that was there in more than this share of the
+#: rounds of its final: a few do not change the medians.
+_BUSY_SHARE = 1 / 3
+
+_VARIES = (
+    "its result depends on the tile, as drawn numbers, program ids and ties may; each config "
+    "counts as right"
+)
 
 
 def tune(
@@ -56,18 +86,28 @@ def tune(
     if bench is None and not request.has_work:  # its grids may launch kernels: no lock is held yet
         raise NothingToMeasure(request.key.kernel.name, str(request.key))
     budget = wait_budget or WaitBudget()
+    if name := request.without_identity:
+        kernel = request.key.kernel.name
+        warn_once(_UNKNOWN_ELSEWHERE.format(kernel=kernel, name=name), StoreWarning)
+        store = Store.in_memory()
     phases = phases or (Phases("wait") if bench is None else bench.phases)
     phases.enter("wait")
     with single_flight.elect(request, store, key_budget or budget) as election:
         phases.enter("store")
-        tuning = recall(request, store, observe, phases)
+        assert election.plan is not None
+        tuning = recall(election.plan, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return replace(tuning.result(election.choice), adopted=True)
-        if tuning.new:  # also those that an earlier tuning has timed and not judged
+        # Also those that an earlier tuning has timed and not judged, or that have never met.
+        unmet = tuning.standing is None and len(tuning.finalists()) > 1
+        if tuning.new or unmet or election.plan.races_again:
             measure(tuning, bench, budget)
-        choice = _store_choice(tuning, _best(tuning), election)
-        return tuning.result(choice)
+        if tuning.new and (standing := tuning.unchanged()) is not None:
+            return tuning.result(standing, tuning.incumbent)
+        best = _best(tuning)
+        choice = _store_choice(tuning, best, election)
+        return tuning.result(choice, best)
 
 
 @dataclass(frozen=True)
@@ -97,28 +137,73 @@ class _Tuning:
     votes: Votes = field(default_factory=Votes)
     #: The configs that were compiled or launched in this tuning.
     measured: set[int] = field(default_factory=set)
+    #: The first time of each of them that had one, in milliseconds, whatever became of it.
+    screened: dict[int, float] = field(default_factory=dict)
     contenders: set[int] = field(default_factory=set)  # those that its final leaves, see `race`
     #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
     ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
+    name: str = field(default_factory=lambda: os.urandom(6).hex())  # see `Outcome.tunings`
+
+    def unchanged(self) -> ChoiceRecord | None:
+        """Return the choice that the key has already, if no new config works beside it."""
+        works = any(self.outcomes[config].ok for config in self.new if config in self.outcomes)
+        before = self.standing
+        if works or before is None or requests.searched(before.marks) or BUSY in before.marks:
+            return None
+        return before
+
+    def working(self) -> dict[int, Outcome]:
+        """Return the outcomes of the configs that are ok and may be chosen, in order."""
+        working = {i: o for i, o in sorted(self.outcomes.items()) if o.ok and o.timing is not None}
+        some = {i: o for i, o in working.items() if not self.candidates or i in self.candidates}
+        return {i: o for i, o in some.items() if not o.marked(Mark.NOT_REPEATABLE)} or some
 
     def timings(self) -> dict[int, Timing]:
         """Return the times of the configs that are ok and may be chosen, in order."""
-        outcomes = sorted(self.outcomes.items())
-        timings = {i: o.timing for i, o in outcomes if o.ok and o.timing is not None}
-        return {i: t for i, t in timings.items() if not self.candidates or i in self.candidates}
+        return {i: o.timing for i, o in self.working().items() if o.timing is not None}
 
-    def judgement(self, grids: Sequence[tuple[int, ...]]) -> Judgement:
+    def finalists(self) -> list[list[int]]:
+        """Return the configs that may be the fastest, by tuning: see `race.finalists`.
+
+        A config whose launch is that of another one, which runs for both, is not among them.
+        """
+        own = {i: o for i, o in self.working().items() if i not in self.same}
+        return race.finalists(own, self.way)
+
+    @property
+    def way(self) -> str:
+        """How the final of the configs that work is timed, if all of them can be timed so."""
+        policy = self.request.measure
+        if policy is None or self.request.call.hooks.do_bench is not None:
+            return "events"
+        fastest_ms = min((t.undisturbed_ms for t in self.timings().values()), default=math.inf)
+        return policy.value if fastest_ms < race.SHORT_MS else "events"
+
+    def judgement(self, bench: LaunchBench) -> Judgement:
         """Judge the configs that work and have been examined."""
         reports = {c: r for c, r in self.votes.reports.items() if self.outcomes[c].ok}
         waiting = sum(c not in reports and self.outcomes[c].ok for c in self.judged)
-        return judge(reports, dict(enumerate(grids)), self.judged, waiting)
+        every = (config.all_kwargs() for config in self.request.configs)
+        options = [{name: repr(value) for name, value in each.items()} for each in every]
+        draws = bench.effects.draws
+        return judge(reports, bench.grids, options, draws, self.judged, waiting)
 
-    def settle(self, config: int, outcome: Outcome, stage: str = "screen") -> None:
-        """Store and report the outcome of a config, which replaces an earlier one."""
-        limit_s = self.request.limits.of(outcome.verdict)
-        if limit_s is not None:
+    def settle(
+        self, config: int, outcome: Outcome, stage: str = "screen", limit_s: float | None = None
+    ) -> None:
+        """Store and report the outcome of a config, which replaces an earlier one.
+
+        Args:
+            limit_s: for its launch, if that is not the one of the request.
+        """
+        whole_s = self.request.limits.of(outcome.verdict)
+        if whole_s is not None:
+            limit_s = limit_s if outcome.verdict is Verdict.TIMEOUT and limit_s else whole_s
             outcome = replace(outcome, detail=f"{limit_s:g} s")
+        if outcome.timing is not None and not (stage == "final" and outcome.final is not None):
+            self.screened.setdefault(config, outcome.timing.median_ms)
+            outcome = outcome.timed_in(self.name)
         self.measured.add(config)
         self.ended[config] = time.time()
         self.keep({config: outcome})
@@ -132,16 +217,37 @@ class _Tuning:
         mark = Mark.SAME_AS.of(config_text(self.request.configs[same]))
         self.settle(config, self.outcomes[same].with_marks([mark]), stage)
 
-    def keep(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Store the outcomes of configs; none is ok there before it has been judged."""
+    def keep(self, outcomes: Mapping[int, Outcome], durable: bool = False) -> None:
+        """Store the outcomes that a child has answered; none is ok there before it was judged."""
         self.outcomes.update(outcomes)
-        if outcomes:
-            self.store.put_trial(*itertools.starmap(self._trial, outcomes.items()))
+        in_caller = self.request.grids.failures
+        if trials := [self._trial(c, o) for c, o in outcomes.items() if c not in in_caller]:
+            self.store.put_trial(*trials, durable=durable)
+
+    @contextlib.contextmanager
+    def launching(self, config: int) -> Iterator[None]:
+        """Launch a config for the first time within: if the machine goes down, its row says so.
+
+        The outcomes before it are on the disk then, so that no other config is suspect.
+        """
+        flight = in_flight.here() if self.store.outlives_machine else ""
+        if not flight:
+            yield
+            return
+        trial = self._trial(config, Outcome(Verdict.DIED, detail="machine"))
+        trial = replace(trial, flight=flight)
+        self.store.put_trial(trial, durable=True)
+        try:
+            yield
+        except BaseException:  # there will be no outcome
+            self.store.drop_in_flight(trial)
+            raise
 
     def _trial(self, config: int, outcome: Outcome) -> TrialRecord:
         outcome = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (config == 0))
         if outcome.ok and not outcome.judged:
             outcome = replace(outcome, verdict=Verdict.NOT_JUDGED)
+        outcome = replace(outcome, scope=self.request.scopes.of[config])
         key, record = self.request.key.digest, config_record(self.request.configs[config])
         created = self.ended.get(config) or time.time()
         return TrialRecord(
@@ -161,46 +267,65 @@ class _Tuning:
             )
         )
 
-    def result(self, choice: ChoiceRecord) -> TuningResult:
-        """Return what the caller gets."""
+    def result(self, choice: ChoiceRecord, best: int | None = None) -> TuningResult:
+        """Return what the caller gets, where `best` was chosen here."""
         configs = self.request.configs
+        if best is None or self.digests[best] != choice.config_digest:  # another process's
+            best = self.digests.index(choice.config_digest)
         return TuningResult(
-            choice=configs[self.digests.index(choice.config_digest)],
+            choice=configs[best],
             stored=choice,
             outcomes=tuple((configs[i], self.outcomes[i]) for i in sorted(self.outcomes)),
             measured=len(self.measured),
             notes=tuple(self.notes),
             phases=self.phases.seconds(),
+            left_out=self.left_out(best),
         )
 
+    def left_out(self, best: int) -> dict[Config, float]:
+        """Return the configs that would have been faster than the best one, but for their results,
+        and how many times as fast each was when both had their first times.
+        """
+        best_ms = self.screened.get(best, 0.0)
+        wrong = {
+            config
+            for config, outcome in self.outcomes.items()
+            if outcome.verdict is Verdict.WRONG_RESULT or outcome.marked(Mark.OUTVOTED)
+        }
+        ratios = {c: best_ms / ms for c, ms in self.screened.items() if c in wrong and ms > 0}
+        configs = self.request.configs
+        return {configs[c]: ratio for c, ratio in ratios.items() if ratio > _FASTER}
 
-def recall(request: TuningRequest, store: Store, observe: Observer, phases: Phases) -> _Tuning:
-    """Return a tuning with the outcomes in the store that still count."""
-    key = request.key.digest
+
+def recall(plan: Plan, store: Store, observe: Observer, phases: Phases) -> _Tuning:
+    """Return a tuning with the outcomes that still count."""
+    request, key = plan.request, plan.request.key.digest
     digests = tuple(config_digest(config) for config in request.configs)
-    chosen = requests.usable_choice(request, store)
-    last = chosen or store.choice(key, request.declared) or store.choice(key)
-    outcomes = {} if request.force else requests.lasting_outcomes(request, store)
+    last = plan.choice or store.choice(key, request.declared) or store.choice(key)
+    outcomes = dict(plan.outcomes)
     works = {digests[config]: config for config, outcome in outcomes.items() if outcome.ok}
     incumbent = None if last is None else works.get(last.config_digest)
     generation = 1 if last is None else last.generation
     judged = {c: o.judged for c, o in outcomes.items() if o.ok and o.judged}
-    unmeasured = [config for config in range(len(digests)) if config not in outcomes]
     unjudged = [config for config, outcome in outcomes.items() if outcome.ok and not outcome.judged]
-    return _Tuning(
+    listed = plan.listed
+    left = [config for config in plan.left if config not in listed]
+    tuning = _Tuning(
         request,
         store,
         observe,
         digests,
         generation=store.generation(key) + 1 if request.force else generation,
         incumbent=incumbent,
-        standing=chosen if incumbent is not None else None,
-        new=tuple(sorted(unmeasured + unjudged)),
+        standing=plan.choice if incumbent is not None else None,
+        new=tuple(sorted(left + unjudged)),
         judged=judged,
-        total=len(unmeasured),
+        total=len(left),
         outcomes=outcomes,
         phases=phases,
     )
+    tuning.keep(listed)
+    return tuning
 
 
 def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
@@ -211,7 +336,7 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
             if not call.interpreted:  # before anything is started or copied
                 compiling.enter_context(single_flight.compiling(tuning.store, budget))
             device.enter_context(device_lock(call.index))
-        with made or (tuning.request.bench or LaunchBench)(tuning.request, phases) as bench:
+        with made or LaunchBench(tuning.request, phases) as bench:
             tuning.notes.extend(bench.notes)
             request, outcomes = tuning.request, tuning.outcomes
             batches: Iterable[Sequence[int]] = [[i for i in tuning.new if i not in outcomes]]
@@ -222,21 +347,31 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
                 budgets.name_budget(request.key.kernel.name, len(request.configs))
             for configs in batches:
                 _screen(tuning, bench, configs)
-            if not bench.chooses:
-                return
+                if not request.limits.to_answer(outcomes.values()):
+                    _give_up(tuning)
+                    break
             no_memory = [i for i, o in outcomes.items() if o.verdict is Verdict.NO_MEMORY]
             if no_memory:  # the memory of the other configs is free now
                 bench.replace()
                 _screen(tuning, bench, no_memory)
+            if tuning.unchanged() is not None:
+                return
             _judge(tuning, bench)
             compiling.close()
-            _race(tuning, bench)
+            _race(tuning, bench, budget)
+            for _ in range(race.MAX_FINALISTS):
+                if _repeats(tuning, bench):
+                    break
+                if not tuning.contenders & tuning.timings().keys():
+                    _race(tuning, bench, budget)
 
 
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
     """Run each config once it is compiled: its outputs are checked, and it gets a first time."""
     timeout_s = tuning.request.limits.compile_timeout_s
-    best_ms = min((timing.median_ms for timing in tuning.timings().values()), default=None)
+    times = [outcome.times().get(tuning.name) for outcome in tuning.working().values()]
+    best_ms = min((time for time in times if time is not None), default=None)
+    last: int | None = None
     for config, failure, same in bench.compiled(configs, timeout_s):
         tuning.announce(config, "screen")
         if failure is not None:
@@ -245,12 +380,33 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
         if same is not None:
             tuning.settle_as(config, same)
             continue
-        outcome, report = bench.measure(config, Budget(best_ms=best_ms), tuning.votes.groups())
+        limit_s = tuning.request.limits.to_answer(tuning.outcomes.values())
+        if not limit_s:
+            return
+        budget, groups = Budget(best_ms=best_ms), tuning.votes.groups()
+        with tuning.launching(config):
+            if limit_s < tuning.request.limits.run_timeout_s:  # for the first launches alone
+                outcome, report = bench.measure(config, None, groups, limit_s)
+                outcome = bench.measure(config, budget)[0] if outcome.ok else outcome
+            else:
+                outcome, report = bench.measure(config, budget, groups)
         if report is not None:
             outcome = _voted(tuning, config, outcome, report)
-        tuning.settle(config, outcome)
+        tuning.settle(config, outcome, limit_s=limit_s)
+        last = config
         if outcome.timing is not None:
             best_ms = min(outcome.timing.median_ms, best_ms or math.inf)
+    if last is not None and tuning.store.outlives_machine:  # it is not suspect in the final
+        tuning.keep({last: tuning.outcomes[last]}, durable=True)
+
+
+def _give_up(tuning: _Tuning) -> None:
+    """Settle the configs that are not tried, as none has answered for as long as one may wait."""
+    limit_s = 2 * tuning.request.limits.run_timeout_s
+    untried = Outcome(
+        Verdict.TIMEOUT, detail="0 s", message=f"not tried, as none has answered in {limit_s:g} s"
+    )
+    tuning.keep({config: untried for config in tuning.new if config not in tuning.outcomes})
 
 
 def _voted(tuning: _Tuning, config: int, outcome: Outcome, report: OutputReport) -> Outcome:
@@ -259,12 +415,7 @@ def _voted(tuning: _Tuning, config: int, outcome: Outcome, report: OutputReport)
     return outcome.with_marks(Mark.UNOWNED.of(name) for name in report.unowned)
 
 
-def _examine(
-    tuning: _Tuning,
-    bench: LaunchBench,
-    configs: Sequence[int],
-    enough: Callable[[], bool] = lambda: False,
-) -> None:
+def _examine(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
     """Run configs that are timed already once more, to compare what they compute."""
     for config, failure, _ in bench.compiled(configs, tuning.request.limits.compile_timeout_s):
         outcome, report = failure, None
@@ -274,35 +425,29 @@ def _examine(
             tuning.settle(config, outcome)
             continue
         tuning.outcomes[config] = _voted(tuning, config, tuning.outcomes[config], report)
-        if enough():
-            return
 
 
 def _judge(tuning: _Tuning, bench: LaunchBench) -> None:
     """Settle which configs compute the right result, and so which may be chosen.
 
-    New configs are compared with one that an earlier tuning has judged. Only where results differ
-    are the others of that tuning run again, until most agree.
+    New configs are compared with those that earlier tunings have judged and that race them. Only
+    where results differ are the others of those tunings run again: all vote.
     """
     timings = tuning.timings()
-    known = sorted(tuning.judged, key=lambda config: timings[config].median_ms)
-    if tuning.incumbent in known:
-        known.remove(tuning.incumbent)
-        known.insert(0, tuning.incumbent)
+    rivals = [c for c in itertools.chain(*tuning.finalists()) if c in tuning.judged]
     unseen = [config for config in tuning.new if config in timings]
     unseen = [config for config in unseen if config not in tuning.votes.reports]
-    _examine(tuning, bench, [*unseen, *known[:1]])
+    _examine(tuning, bench, [*unseen, *rivals])
     _place_all(tuning, bench)
-
-    def clear() -> bool:
-        found = tuning.judgement(bench.grids)
-        return found.clear and found.candidates.issuperset(known[:1])
-
-    if not clear():
-        _examine(tuning, bench, known[1:], enough=clear)
+    judgement = tuning.judgement(bench)
+    if not (judgement.clear and judgement.candidates.issuperset(rivals)):
+        _examine(tuning, bench, sorted(tuning.judged.keys() - rivals))
         _place_all(tuning, bench)
-    _apply(tuning, tuning.judgement(bench.grids), known[:1])
+        judgement = tuning.judgement(bench)
+    _apply(tuning, judgement, rivals)
     tuning.notes.extend(tuning.votes.notes())
+    if judgement.varies:
+        tuning.notes.append(_VARIES)
 
 
 def _apply(tuning: _Tuning, judgement: Judgement, compared: Sequence[int]) -> None:
@@ -316,7 +461,7 @@ def _apply(tuning: _Tuning, judgement: Judgement, compared: Sequence[int]) -> No
         tuning.settle(config, rejected)
     judged = {}
     for config in judgement.sizes.keys() - judgement.rejected.keys():
-        outcome = tuning.outcomes[config].unmarked(Mark.DISPUTED, Mark.OUTVOTED)
+        outcome = tuning.outcomes[config].unmarked(Mark.DISPUTED, Mark.OUTVOTED, Mark.VARIES)
         outcome = replace(outcome, judged=judgement.sizes[config])
         judged[config] = outcome.with_marks(judgement.marks(config))
     tuning.keep(judged)
@@ -334,46 +479,123 @@ def _place_all(tuning: _Tuning, bench: LaunchBench) -> None:
         _examine(tuning, bench, unplaced)
 
 
-def _race(tuning: _Tuning, bench: LaunchBench) -> None:
-    """Measure the finalists again, in rounds."""
-    timings = tuning.timings()
-    incumbent = tuning.incumbent if tuning.incumbent in timings else None
-    raced = {config: timings[config] for config in timings if config not in tuning.same}
-    finalists = race.finalists(raced, tuning.new, incumbent)
+def _race(tuning: _Tuning, bench: LaunchBench, budget: WaitBudget) -> None:
+    """Measure the finalists again, in rounds: stored ones beside new ones."""
+    finalists = sorted(itertools.chain(*tuning.finalists()))
     if len(finalists) < 2:
         return
+    uuid = tuning.outcomes[finalists[0]].gpu_uuid
+    with contextlib.ExitStack() as turn:
+        with tuning.phases("wait"):
+            is_alone = turn.enter_context(single_flight.racing(tuning.store, uuid, budget))
+        was_busy = _final(tuning, bench, finalists)
+    is_marked = was_busy or not is_alone
+    raced = {config: tuning.outcomes[config] for config in tuning.contenders}
+    marked = {
+        config: replace(outcome, marks=(*outcome.without(BUSY), *[BUSY] * is_marked))
+        for config, outcome in raced.items()
+        if outcome.ok and (BUSY in outcome.marks) != is_marked
+    }
+    if marked:
+        tuning.keep(marked)
+
+
+def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> bool:
+    """Run a final; return whether other work was on the device for much of it."""
+    timings, rounds = tuning.timings(), list[bool]()
+    watched = tuning.request.measure is not None
 
     def run(budgets: Mapping[int, Budget]) -> Mapping[int, Outcome]:
         for config in budgets:
             tuning.announce(config, "final")
         tuning.measured.update(budgets)
-        outcomes = bench.in_turn(budgets)
+        first = next(iter(budgets))
+        outcomes = bench.in_turn({**budgets, first: replace(budgets[first], watch=watched)})
+        rounds.append(any(BUSY in outcome.marks for outcome in outcomes.values()))
         for config, outcome in outcomes.items():
-            tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.marks)
+            tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.without(BUSY))
+            if way != "events" and outcome.timing is not None and outcome.timing.stage != way:
+                raise _OnlyEvents(outcome.message)
         return outcomes
 
     short = bench.interpreted or tuning.request.call.hooks.do_bench is not None
-    finals, failed, left = race.race({i: timings[i] for i in finalists}, run, short)
-    ended = {c: replace(tuning.outcomes[c], timing=timing) for c, timing in finals.items()} | failed
-    for config, outcome in ended.items():
+    racers = {i: timings[i] for i in finalists}
+    way = tuning.way
+    try:
+        finals, failed, left = race.race(racers, run, short, way)
+    except _OnlyEvents as error:  # for all of them: times of two kinds are never compared
+        kernel, asked, way = tuning.request.key.kernel.name, way, "events"
+        logger.info("%s: measure=%r times it as 'events' (%s)", kernel, asked, error)
+        finals, failed, left = race.race(racers, run, short)
+    ended = {c: _with_final(tuning.outcomes[c], timing, way) for c, timing in finals.items()}
+    for config, outcome in (ended | failed).items():
         tuning.settle(config, outcome, stage="final")
     for config, same in tuning.same.items():
-        if same in ended:
+        if same in ended | failed:
             tuning.settle_as(config, same, stage="final")
     tuning.contenders.update(c for c in timings if tuning.same.get(c, c) in left)
+    return sum(rounds) > _BUSY_SHARE * len(rounds)
+
+
+class _OnlyEvents(Exception):
+    """A config cannot be timed as replays; the text says why."""
+
+
+def _with_final(outcome: Outcome, timing: Timing, way: str) -> Outcome:
+    """Return an outcome with its time in the final; beside that of its screening if both differ
+    in kind.
+    """
+    if way == "events":
+        return replace(outcome, timing=timing, final=None)
+    return replace(outcome, final=timing)
+
+
+def _repeats(tuning: _Tuning, bench: LaunchBench) -> bool:
+    """Launch the fastest config a few times more; return whether it is to be chosen: it leaves the
+    same bits each time, or no config that is known does.
+
+    A tensor of which configs write different numbers of elements does not count.
+    """
+    if not tuning.timings():
+        return True
+    best = _best(tuning)
+    launched = tuning.same.get(best, best)
+    outcome, varied = bench.repeat(launched)
+    counts = [report.written for report in tuning.votes.reports.values()]
+    names: dict[int, list[str]] = {}
+    for config, tensor, name in varied:
+        if len({written[tensor] for written in counts if written}) <= 1:
+            names.setdefault(config, []).append(name)
+    ok = {config: found for config, found in tuning.outcomes.items() if found.ok}
+    changed = {config: names.get(tuning.same.get(config, config)) for config in ok}
+    tuning.keep(
+        {
+            config: ok[config].with_marks([Mark.NOT_REPEATABLE.of(", ".join(found))])
+            for config, found in changed.items()
+            if found
+        }
+    )
+    if not outcome.ok:
+        tuning.settle(launched, outcome, stage="final")
+        for config, same in tuning.same.items():
+            if same == launched:
+                tuning.settle_as(config, same, stage="final")
+    return best in tuning.timings()
 
 
 def _best(tuning: _Tuning) -> int:
-    """Return the fastest at the end of the final; else of all, or of new ones and an incumbent."""
+    """Return the fastest at the end of the final; without one, of those that nothing has beaten."""
     timings = tuning.timings()
     if not timings:
         key, configs = tuning.request.key, tuning.request.configs
         outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
+        requests.note_hopeless(tuning.request)
         raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.measured))
-    rivals = timings.keys() & tuning.contenders
-    if not rivals and tuning.incumbent in timings:
-        rivals = timings.keys() & {*tuning.new, tuning.incumbent}
-    return race.best({config: timings[config] for config in rivals or timings})
+    raced = timings.keys() & tuning.contenders
+    near = raced or {*tuning.finalists()[0]}
+    if raced:
+        timings = {c: tuning.outcomes[c].final or time for c, time in timings.items()}
+    return race.best({c: time for c, time in timings.items() if tuning.same.get(c, c) in near})
 
 
 def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecord:
@@ -382,7 +604,12 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     timing, before = outcome.timing, tuning.standing
     assert timing is not None
     marks = requests.marks_of_choice(outcome, len(tuning.outcomes), len(tuning.digests))
-    went_on = before is not None and requests.searched(before.marks) != requests.searched(marks)
+    raced_again = before is not None and BUSY in before.marks
+    if raced_again:
+        marks = tuple(requests.BUSY_AGAIN if mark == BUSY else mark for mark in marks)
+    went_on = raced_again or (
+        before is not None and requests.searched(before.marks) != requests.searched(marks)
+    )
     replaces = before is not None and (best != tuning.incumbent or went_on)
     choice = ChoiceRecord(
         key=tuning.request.key.digest,
@@ -396,5 +623,6 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
         marks=marks,
     )
     stored = election.keep(choice, tuning.store, outcome)
-    # A choice from another list of configs cannot be launched here.
-    return stored if stored.config_digest in tuning.digests else choice
+    # One from another list of configs cannot be launched here, nor one that fails for the call.
+    fails = {tuning.digests[config] for config, o in tuning.outcomes.items() if o.clean}
+    return stored if stored.config_digest in {*tuning.digests} - fails else choice

@@ -14,30 +14,30 @@ from safetune.verify.watch import CLASHES, NEVER, Access, Stray, Times, Watch
 #: How many elements a finding names; of different rows, if it has several.
 _MOST_PLACES = 3
 
-#: The granules of a clash, the times of the accesses before, and that of the one after them.
+#: The granules of a clash, the times of the accesses before, and the time of the one after.
 Logged = tuple[np.ndarray, np.ndarray, int]
 
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
     """Return the findings, the worst first."""
     groups = list(_groups(memory.views))
-    found = (
+    candidates = (
         *_outside(memory, watch),
         *(_gap(memory, watch, number) for number in range(len(memory.regions))),
         *(_clash(clash, name, view, watch) for clash in CLASHES for name, view in groups),
         *(_unwritten(name, view, watch) for name, view in groups if is_of(name, outputs)),
     )
-    return tuple(finding for finding in found if finding is not None)
+    return tuple(finding for finding in candidates if finding is not None)
 
 
 def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Written, ...]:
     """Return how much was written of each output, and of each other argument that was written."""
-    found = []
+    written_arguments = []
     for name, view in _groups(memory.views):
         written = int(_elements(view, watch, _is_written(watch.times[view.region])).sum())
         if written or is_of(name, outputs):
-            found.append(Written(name, view.elements, written))
-    return tuple(found)
+            written_arguments.append(Written(name, view.elements, written))
+    return tuple(written_arguments)
 
 
 def is_of(name: str, outputs: Sequence[str]) -> bool:

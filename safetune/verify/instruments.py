@@ -36,7 +36,7 @@ class Instruments:
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return the methods by their names in the builder."""
-        found: dict[str, Callable[..., Any]] = {
+        methods_by_name: dict[str, Callable[..., Any]] = {
             "set_grid_idx": self.begin,
             "create_masked_load": self.load,
             "create_masked_store": self.store,
@@ -45,10 +45,10 @@ class Instruments:
             "create_descriptor_reduce": self.reduce,  # which Triton's interpreter does not have
         }
         if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
-            found["create_atomic_load"] = self.atomic_load
-            found["create_atomic_poll"] = self.atomic_poll
-            found["create_atomic_store"] = self.atomic_store
-        return found
+            methods_by_name["create_atomic_load"] = self.atomic_load
+            methods_by_name["create_atomic_poll"] = self.atomic_poll
+            methods_by_name["create_atomic_store"] = self.atomic_store
+        return methods_by_name
 
     def begin(self, *ids: int) -> None:
         """Begin a program, which need not touch any memory."""

@@ -135,7 +135,7 @@ class _Interpreted:
 
     @functools.cached_property
     def rewritten(self) -> Callable[..., Any]:
-        """The function as the interpreter runs it; its lines are those of the source file."""
+        """The function as the interpreter runs it, with the lines of the source file."""
         rewritten = _Rewriter(self.fn).rewrite_ast()
         for name in ("__defaults__", "__kwdefaults__", "__annotations__"):
             setattr(rewritten, name, getattr(self.fn, name))

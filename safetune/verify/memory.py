@@ -59,9 +59,9 @@ class View:
 class Region:
     """The copy of one storage, or of several that overlap."""
 
-    address: int  # the made-up one of its first byte
-    real: int  # that of the copy's first byte
-    original: int  # that of the caller's bytes; addresses in memory may point there
+    address: int  # made up, of its first byte
+    real: int  # of the copy's first byte
+    original: int  # of the caller's first byte; addresses in memory may point there
     nbytes: int
 
 

@@ -16,7 +16,7 @@ from triton.runtime.autotuner import Autotuner, Config, Heuristics
 from safetune.config import backend_options, check_conflicts, config_text
 from safetune.errors import InvalidConfig, InvalidSetting
 from safetune.inputs.call import default_values, grid_sizes
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from safetune.launch.call_shape import heuristic_values, named_arguments, pruned_configs
 from safetune.verify.findings import findings_of, is_of, written_by
 from safetune.verify.instruments import Instruments
@@ -51,18 +51,18 @@ def check_overlap(
         kernel: under `@triton.jit`, `@triton.heuristics`, `@triton.autotune` or `@safetune`,
             decorated for the compiler or the interpreter.
         grid: as in `kernel[grid](...)`: one to three sizes, or a function of the arguments.
-        args, kwargs: those of the launch. Tensors may be on any device; their whole storages are
-            copied to the CPU.
+        args, kwargs: of the launch. Tensors may be on any device; their whole storages are copied
+            to the CPU.
         config: the config of a tuner to run; optional if the tuner has only one config.
-        outputs: names of arguments of which every element must be written.
-        allow: names of arguments in which several programs may access an element. That is a note
-            then, not a finding; accesses outside of them are findings all the same.
+        outputs: names of arguments whose every element must be written.
+        allow: names of arguments whose elements several programs may access. Such accesses are
+            notes; accesses outside of these arguments remain findings.
         reachable: tensors that the kernel accesses by addresses that it reads from memory.
         timeout_s: seconds in the interpreter.
 
     Raises:
         InvalidConfig: `config` is missing, is given without a tuner, or sets a name that the call
-            passes too.
+            also passes.
         InvalidSetting: the kernel, the grid, an output or an argument is invalid.
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
@@ -88,13 +88,13 @@ def check_overlap(
     addressed = {name: memory.addressed(name, value) for name, value in copies.items()}
     interpret(function, addressed, sizes, lambda builder: Instruments(watch, builder).methods())
     idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
-    found = findings_of(memory, watch, outputs)
-    allowed = [each for each in found if each.kind in CLASHES and is_of(each.argument, allow)]
+    findings = findings_of(memory, watch, outputs)
+    allowed = [each for each in findings if each.kind in CLASHES and is_of(each.argument, allow)]
     return OverlapReport(
         kernel=function.__name__,
         config=text,
         grid=sizes,
-        findings=tuple(finding for finding in found if finding not in allowed),
+        findings=tuple(finding for finding in findings if finding not in allowed),
         written=written_by(memory, watch, outputs),
         idle_programs=tuple(watch.ids(program) for program in idle),
         allowed=tuple(allowed),
@@ -186,9 +186,9 @@ def _check_tensors(kernel: str, memory: Memory, **given: Sequence[str]) -> None:
 
 
 def interpreted_as(kernel: Any, grid: Any, workload: Mapping[str, Any], config: Config) -> str:
-    """Return what the interpreter sees of a config: two with one text run alike, whatever their
-    launch options. Empty for a config that nothing is known to be like: a hook or a heuristic may
-    read all of it.
+    """Return a config as the interpreter sees it, without launch options: equal texts run alike.
+
+    Empty if a hook or a heuristic may read the whole config, so that no other is known to be equal.
     """
     parameters = kernel.arg_names
     if not isinstance(kernel, Autotuner) or not is_jit(kernel.fn) or config.pre_hook is not None:

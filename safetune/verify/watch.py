@@ -1,10 +1,9 @@
 """The record of one interpreted launch: which program accessed which element, and in which order.
 
-Programs run one after another, so two accesses by different programs have an order here that they
-do not have on a device. They have that order on a device, too, if the first program released and
-the second acquired in between, by an atomic operation on one element that is not relaxed. Locks are
-made of these, and so is the counter by which the last program knows that it is the last. Order is
-transitive. As with every checker of this kind, it is the order of the run that was checked.
+Programs run one after another, so accesses by different programs have an order here that they may
+lack on a device. They also have it on a device if the first program released and the second
+acquired in between, by an atomic operation on one element that is not relaxed: locks and "last
+program" counters work this way. Order is transitive. It is the order of the checked run only.
 
 Each access has a number, its time. Per granule of memory (the smallest element size in use) there
 are the times of the last plain store, and of the first and the last atomic and read, so the cost of
@@ -35,7 +34,7 @@ _MAX_LOGGED = 1 << 22
 #: The time of an access that never happened.
 NEVER = -1
 
-#: For some programs, the time up to which their accesses come before.
+#: For some programs, the time until which their accesses come before.
 Clock = dict[int, int]
 
 

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safetune.child import compare
-from safetune.child.memory import TorchBytes
-from safetune.child.tolerance import rounding
-from safetune.isolation.device_bytes import Run
+from safetune.both.device_bytes import Run
+from safetune.child import compare, tolerance
+from safetune.child.memory import HostBytes
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -79,11 +78,11 @@ def test_a_huge_element_hides_no_other(huge: float, dtype: torch.dtype) -> None:
 
 def test_the_noise_of_a_sum_over_the_inputs_does_not_count() -> None:
     inputs = torch.randn(4096)
-    noise = rounding({compare.typical_size(inputs): 4096}, 1, "float32")
+    noise = tolerance.rounding({compare.typical_size(inputs): 4096}, 1, "float32")
     assert same(torch.tensor([4e-5]), torch.tensor([-2e-5]), noise=noise)
     assert not same(torch.tensor([4e-3]), torch.tensor([-2e-5]), noise=noise)
-    assert rounding({3e38: 4096}, 1, "float32") == 0, "a mask is not a scale"
-    elementwise = rounding({1.0: 4096}, 4096, "float32")
+    assert tolerance.rounding({3e38: 4096}, 1, "float32") == 0, "a mask is not a scale"
+    elementwise = tolerance.rounding({1.0: 4096}, 4096, "float32")
     assert not same(torch.full((9,), 1e-4), torch.zeros(9), noise=elementwise)
 
 
@@ -155,6 +154,27 @@ def test_a_difference_is_counted_and_measured_by_the_typical_size() -> None:
     assert compare.difference(other, one).excess == float("inf")
 
 
+def test_elements_that_one_has_not_written_are_told_apart() -> None:
+    one, other = torch.zeros(8), torch.ones(8)
+    one[:3] = torch.nan
+    assert compare.difference(one, other)[:2] == (8, 5)
+    whole = torch.arange(8, dtype=torch.int32)
+    assert compare.difference(whole, whole + 100, hole=2)[:2] == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off"), [(torch.float32, 0.002), (torch.float16, 0.01), (torch.bfloat16, 0.05)]
+)
+def test_a_few_units_in_the_last_place_are_told_from_a_small_error(
+    dtype: torch.dtype, off: float
+) -> None:
+    one = (torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
+    nudged = (one.double() * (1 + torch.finfo(dtype).eps)).to(dtype)
+    assert compare.difference(nudged, one).fine == 0
+    found = compare.difference((one.double() * (1 + off)).to(dtype), one)
+    assert (found.elements, found.fine > 0) == (0, True)
+
+
 def test_every_slice_is_compared() -> None:
     one = torch.randn(7, 3, 13)
     for place in (0, 100, one.numel() - 1):
@@ -166,7 +186,7 @@ def test_every_slice_is_compared() -> None:
 
 
 def checksums(runs: list[torch.Tensor]) -> list[int]:
-    return TorchBytes("cpu").checksums([Run(run.data_ptr(), run.numel()) for run in runs])
+    return HostBytes().checksums([Run(run.data_ptr(), run.numel()) for run in runs])
 
 
 @settings(max_examples=60)
@@ -205,7 +225,7 @@ def test_types_that_torch_hardly_knows_are_compared_by_their_bits(dtype: torch.d
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 2)])
 def test_elements_have_the_indices_that_torch_gives_them(shape: tuple[int, ...]) -> None:
     flat = torch.arange(torch.Size(shape).numel())
-    found = compare.unravelled(flat, shape)
+    found = compare._places(shape, flat.numel(), flat.device)
     assert list(map(torch.Tensor.tolist, found)) == [
         index.tolist() for index in torch.unravel_index(flat, shape)
     ]

@@ -6,15 +6,15 @@ The stub's clock stands still but where a test moves it, and its device works be
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from safetune.both.cuda_driver import Driver
+from safetune.both.device_bytes import DeviceBytes, Run
+from safetune.both.protocol import Budget
+from safetune.both.timing import Sample, measure
 from safetune.child.device import DeviceTimer
-from safetune.isolation.cuda_driver import Driver
-from safetune.isolation.device_bytes import DeviceBytes
-from safetune.isolation.protocol import Budget
-from safetune.launch.timing import Sample, measure
 from safetune.outcome import Timing
 from tests.libcuda import stub
 from tests.libcuda.stub import driver as driver  # a fixture
@@ -83,6 +83,23 @@ def test_twice_the_cache_is_overwritten(
     del timer
 
 
+def test_other_work_runs_beside_a_launch_on_a_stream_of_its_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer, streams = DeviceTimer(DeviceBytes(driver, 0, "cuda:0")), []
+    fill = driver.fill
+
+    def noted(address: int, value: int, count: int, width: int = 1, stream: int = 0) -> None:
+        streams.append(stream)
+        fill(address, value, count, width, stream)
+
+    monkeypatch.setattr(driver, "fill", noted)
+    timer.disturb()
+    timer.disturb()
+    assert streams
+    assert len({*streams} - {0}) == 1
+
+
 def test_the_driver_tells_the_size_of_the_cache(driver: Driver) -> None:
     assert driver.l2_bytes(0) == 50 << 20
 
@@ -148,3 +165,62 @@ def test_what_was_in_time_before_a_late_launch_does_not_count(host: Callable[...
     slower = host(lambda number: 0.05 if number < 10 else 0.15)
     late = [number for number in range(40) if slower.samples(1)[0].waited_ms > 0]
     assert late == [10, 11, 28, 29]
+
+
+class Walks(DeviceBytes):
+    """A device on which one program takes as long as a test says, as does its launch."""
+
+    def __init__(
+        self, library: ctypes.CDLL, walks_ms: Sequence[float], launches_ms: Sequence[float] = ()
+    ) -> None:
+        super().__init__(Driver(library), 0, "cuda:0")
+        self._library = library
+        self._walks_ms, self._launches_ms = iter(walks_ms), iter(launches_ms)
+
+    def walk(self, run: Run) -> None:
+        self._library.stub_clock(ctypes.c_double(next(self._launches_ms, 0.01)))
+        self._library.stub_queue(ctypes.c_double(next(self._walks_ms)))
+
+
+CALM = [0.2] * 11
+
+
+@pytest.mark.parametrize(
+    ("walks_ms", "launches_ms", "is_busy"),
+    [
+        (CALM, [], False),
+        ([0.25, *CALM[1:6], *[0.3] * 5], [], False),  # the clock has fallen
+        ([*CALM[:6], 2.2, *CALM[7:]], [], True),  # another process had its turn
+        ([2.2, *CALM[1:]], [], False),  # before the first one that counts
+        (CALM, [0.01] * 6 + [5.0], False),  # the host was held up
+    ],
+)
+def test_other_work_on_the_device_shows_in_launches_that_take_longer(
+    host: Callable[..., Host],
+    walks_ms: list[float],
+    launches_ms: list[float],
+    is_busy: bool,
+) -> None:
+    host(lambda number: 0.01)  # whose clock the library has from here on
+    timer = DeviceTimer(Walks(stub.library(), walks_ms, launches_ms))
+    assert timer.is_busy() is is_busy
+
+
+def test_one_program_walks_over_all_bytes(driver: Driver) -> None:
+    where = DeviceBytes(driver, 0, "cuda:0")
+    memory = where.allocate(1 << 20)
+    run = Run(memory.address, 1 << 20)
+    where.set_bytes(run, 3)
+    (expected,) = where.checksums([run])
+    where.set_bytes(Run(where._slots.address, 8), 0)
+    where.walk(run)
+    assert where.read(where._slots.address, 8) == expected.to_bytes(8, "little")
+
+
+def test_replays_follow_each_other_and_count_their_launches(host: Callable[..., Host]) -> None:
+    replays = host(lambda number: 0.001)
+    found = replays.timer.replays(replays.launch, 20, 3)
+    assert found == [(pytest.approx(KERNEL_MS / 20), 0.0)] * 3
+    assert replays.launched == 6, "one before each that is timed"
+    late = host(lambda number: 0.001 if number % 2 == 0 else 5.0)
+    assert all(sample.waited_ms > 0 for sample in late.timer.replays(late.launch, 20, 3))

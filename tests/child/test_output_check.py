@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from safetune.both import protocol
+from safetune.both.device_bytes import DeviceBytes
 from safetune.child import memory, results
 from safetune.child.arguments import Arguments
-from safetune.child.output_check import OutOfBounds, OutputCheck, WrongResult
+from safetune.child.output_check import Launch, OutOfBounds, OutputCheck, WrongResult
 from safetune.child.results import MIN_KEPT
 from safetune.inputs.snapshot import Snapshot
-from safetune.isolation import protocol
-from safetune.isolation.device_bytes import DeviceBytes
 from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
 from safetune.tuning.judge import judge
 from tests.backends import launching_on
 from tests.libcuda import stub
 
 N = 100
-PLAIN = Effects()
+PLAIN = Effects(only_stored=("out",), repeats=True)
 
 
 class Trial:
@@ -45,34 +44,51 @@ class Trial:
         self.file = os.memfd_create("results")
         self.names = ["out", "x", "part"][: len(tensors)]
         self.groups: list[Group] = []
-        self.launches: dict[int, Callable[..., None]] = {}
+        self.launches: list[Callable[..., None]] = []
         self.settings = (effects, scratch)
         self.kept_bytes = 1 << 20
         self.slow_s = 60.0
-        self.count = 0
         self.fresh()
 
     def fresh(self) -> None:
         """Go on as another child would."""
         effects, scratch = self.settings
-        given = (self.arguments, self.names, scratch, effects, os.dup(self.file))
+        given = (self.arguments, self.names, scratch, effects, self.launch_of, os.dup(self.file))
         self.launched: list[int] = []
-        self.check = OutputCheck(
-            *given, kept_bytes=self.kept_bytes, slow_s=self.slow_s, relaunch=self.relaunch
-        )
+        self.check = OutputCheck(*given, kept_bytes=self.kept_bytes, slow_s=self.slow_s)
 
-    def relaunch(self, config: int) -> None:
-        self.launched.append(config)
-        self.launches[config](*self.arguments.tensors)
+    def launch_of(self, config: int) -> Launch:
+        def run(ready: Callable[[], object]) -> None:
+            self.launched.append(config)
+            ready()
+            self.launches[config](*self.arguments.tensors)
+
+        return run
 
     def run(self, launch: Callable[..., None]) -> OutputReport:
-        run = functools.partial(launch, *self.arguments.tensors)
-        self.launches[self.count] = launch
-        report = self.check.examine(run, self.groups, self.count)
-        self.count += 1
+        self.launches.append(launch)
+        self.launched.clear()
+        report = self.check.examine(self.groups, len(self.launches) - 1)
+        self.launched.remove(len(self.launches) - 1)
         if report.new_group is not None:
             self.groups.append(report.new_group)
         return report
+
+    def repeated(self, launch: Callable[..., None], *, rounds: Sequence[int] = ()) -> set[str]:
+        """Return the names of what launches leave other bits in: some rounds of several, and more
+        of one.
+        """
+        self.run(launch)
+        config = len(self.launches) - 1
+        for count in rounds:
+            self.check.restore()
+            for _ in range(count):
+                launch(*self.arguments.tensors)
+            self.check.left = config, count
+        if not rounds:
+            self.check.repeat(config, 4, 0.0, lambda: None)
+        self.check.restore()
+        return {name for changed, _, name in self.check.varied if changed == config}
 
 
 @pytest.fixture(
@@ -149,7 +165,7 @@ class TestStart:
         before = [tensor.clone() for tensor in trial.arguments.tensors]
         trial.run(in_place)
         trial.run(in_place)
-        assert found[0] == found[2], "x is overwritten for the second launch of each"
+        assert found[0][1] == found[1][1]
         trial.arguments.restore()
         for tensor, old in zip(trial.arguments.tensors, before, strict=True):
             assert torch.equal(tensor, old)
@@ -196,9 +212,10 @@ class TestResults:
         assert trial.run(near).group == 0
         assert trial.launched == ([] if kept else [0])
         assert trial.run(more).group == 2
+        assert trial.launched == []
         report = trial.run(lambda out, x: out.copy_(2 * x + 9))
-        assert [d.elements for d in report.differences] == [(N, 0), (N, 0)]
-        assert trial.launched == ([] if kept else [0, 2])
+        assert [[t.elements for t in d.tensors] for d in report.differences] == [[N, 0], [N, 0]]
+        assert trial.launched == ([] if kept else [2])
         assert trial.run(double).group == 0
         trial.arguments.restore()
         assert not trial.arguments.tensors[0].any()
@@ -254,11 +271,13 @@ class TestResults:
         trial.run(double)
         trial.run(some(3, 9.0))
         report = trial.run(some(5, 9.0))
-        assert [(d.group, d.elements) for d in report.differences] == [(0, (5, 0)), (1, (2, 0))]
+        found = [(d.group, *(t.elements for t in d.tensors)) for d in report.differences]
+        assert found == [(0, 5, 0), (1, 2, 0)]
         assert trial.run(double).differences == ()
 
     def test_with_atomics_a_second_run_shows_how_a_result_varies(self) -> None:
         trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
+        assert not trial.repeated(double)
         runs = iter(range(100))
 
         def unsteady(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -281,10 +300,13 @@ class TestResults:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(results.os, "posix_fallocate", full)
-        assert trial.run(double) == OutputReport(group=None)
+        report = trial.run(double)
+        assert (report.group, report.new_group) == (None, None)
 
 
-class TestStale:
+class TestWritten:
+    """Where the kernel only stores, a launch finds what no config leaves there."""
+
     def test_a_part_that_is_not_written_is_noticed_though_it_was_right(self) -> None:
         x = torch.randn(N)
         trial = Trial(2 * x, x)
@@ -292,14 +314,11 @@ class TestStale:
         def half(out: torch.Tensor, x: torch.Tensor) -> None:
             out[: N // 2] = 2 * x[: N // 2]
 
-        def nothing(out: torch.Tensor, x: torch.Tensor) -> None:
-            pass
-
-        assert not any(trial.run(double).stale)
-        assert [(trial.run(bad).group, any(trial.run(bad).stale)) for bad in (half, nothing)] == [
-            (0, True),
-            (0, True),
-        ]
+        found = [trial.run(launch) for launch in (double, half, lambda out, x: None, double)]
+        assert [report.group for report in found] == [0, 1, 2, 0]
+        assert [report.written[0] for report in found] == [N, N // 2, 0, N]
+        differences = [report.differences[0].tensors[0] for report in found[1:3]]
+        assert [(d.elements, d.common) for d in differences] == [(N // 2, 0), (N, 0)]
 
     def test_the_number_of_elements_written_is_known(self) -> None:
         """Whatever is written there, and whatever else has been written by another config."""
@@ -317,79 +336,102 @@ class TestStale:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool], ids=str)
     @pytest.mark.parametrize("atomics", [False, True])
-    def test_an_integer_that_is_only_stored_is_overwritten_too(
-        self, dtype: torch.dtype, atomics: bool
-    ) -> None:
+    def test_integers_are_overwritten_too(self, dtype: torch.dtype, atomics: bool) -> None:
         x = torch.randn(N)
         held = (x > 0).to(dtype)
         trial = Trial(held, x, effects=Effects(atomics, only_stored=("out",)))
 
-        def mask(out: torch.Tensor, x: torch.Tensor) -> None:
-            out.copy_(x > 0)
-
         def half(out: torch.Tensor, x: torch.Tensor) -> None:
             out[: N // 2] = x[: N // 2] > 0
 
-        report = trial.run(mask)
-        assert (any(report.stale), report.written) == (False, (N, 0))
+        report = trial.run(lambda out, x: out.copy_(x > 0))
+        assert (report.group, report.written) == (0, (N, 0))
         report = trial.run(half)
-        assert (any(report.stale), report.written) == (True, (N // 2, 0))
-        assert any(trial.run(lambda out, x: None).stale)
+        assert (report.group, report.written) == (1, (N // 2, 0))
+        assert trial.run(lambda out, x: None).group == 2
 
-    def test_an_integer_that_may_be_read_keeps_the_callers_value(self) -> None:
+    @pytest.mark.parametrize(("only_stored", "kept"), [((), True), (("out",), False)])
+    def test_what_may_be_read_keeps_the_callers_value(
+        self, only_stored: tuple[str, ...], kept: bool
+    ) -> None:
         """It may be an index: another value could lead out of the tensors."""
         seen = []
-        for only_stored in ((), ("out",)):
-            trial = Trial(torch.arange(N), torch.randn(N), effects=Effects(only_stored=only_stored))
+        trial = Trial(torch.arange(N), torch.randn(N), effects=Effects(only_stored=only_stored))
 
-            def count(out: torch.Tensor, x: torch.Tensor) -> None:
-                seen.append(int(out.max()) < N)
-                out.copy_(torch.arange(N).flip(0))
+        def count(out: torch.Tensor, x: torch.Tensor) -> None:
+            seen.append(int(out.max()) < N)
+            out.copy_(torch.arange(N).flip(0))
 
-            trial.run(count)
-        assert seen == [True, True, False]
+        trial.run(count)
+        assert seen == [kept]
 
-    def test_probes_leave_no_trace(self) -> None:
+    def test_a_launch_that_fails_leaves_no_trace(self) -> None:
         packed = torch.randn(N, 3)
         trial = Trial(packed[:, 0], torch.randn(1).expand(N), packed[::2, 2])
         before = [tensor.clone() for tensor in trial.arguments.tensors]
         trial.run(lambda out, x, part: None)
+        trial.check.restore()
         for tensor, old in zip(trial.arguments.tensors, before, strict=True):
             assert torch.equal(tensor, old)
 
     def test_with_atomics_zeroes_may_be_asked_for(self) -> None:
         trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
-        assert not any(trial.run(lambda out, x: out.add_(2 * x)).stale)
+        trial.run(lambda out, x: out.add_(2 * x))
+        assert trial.run(double).group == 0
 
-    def test_an_update_in_place_depends_on_prior_output(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        trial = Trial(torch.zeros(N), torch.randn(N))
-        assert any(trial.run(lambda out, x: x.add_(1)).stale)
-        if Trial.device != "cpu":  # a sample of the result is enough, wherever that is
-
-            def bits(self: results.Results, group: Group, number: int) -> None:
-                raise AssertionError("the other result is looked at")
-
-            monkeypatch.setattr(results.Results, "bits", bits)
-        assert any(trial.run(lambda out, x: x.add_(1)).stale)
-
-    def test_a_config_that_is_held_up_at_first_is_launched_once_and_agrees(self) -> None:
-        trial = Trial(torch.zeros(N), torch.randn(N))
-        launches = []
-
-        def in_place(out: torch.Tensor, x: torch.Tensor) -> None:
-            launches.append(x.clone())
-            x += 1
-
+    def test_a_config_that_is_held_up_is_launched_once(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
         found = []
         for trial.slow_s in (0.0, 60.0):
             trial.fresh()
-            found.append(trial.run(in_place))
-        held_up, other = found
-        assert (held_up.stale, held_up.written, any(other.stale)) == ((), (), True)
-        assert len(launches) == 1 + 2, "x is overwritten for the second launch of the other"
-        assert judge(dict(enumerate(found)), {0: (1,), 1: (1,)}).candidates == {0, 1}
+            found.append(trial.run(lambda out, x: out.add_(x)))
+        assert [len(report.spread) for report in found] == [0, 2]
+        assert judge(dict(enumerate(found)), [(1,), (1,)]).candidates == {0, 1}
+
+
+class TestRepeats:
+    """Launches of a config have to leave the same bits; nothing is compared but checksums."""
+
+    @pytest.mark.parametrize("rounds", [(), (1, 1, 1), (2, 5)], ids=str)
+    def test_other_bits_are_noticed_however_small_the_difference(
+        self, trial: Trial, rounds: tuple[int, ...]
+    ) -> None:
+        runs = iter(range(100))
+
+        def racy(out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            out[next(runs) % N] *= 1.001
+
+        assert trial.repeated(racy, rounds=rounds) == {"out"}
+        assert trial.repeated(double, rounds=rounds) == set()
+
+    def test_what_is_added_to_is_compared_after_as_many_launches(self, trial: Trial) -> None:
+        def in_place(out: torch.Tensor, x: torch.Tensor) -> None:
+            x += 1
+
+        assert trial.repeated(in_place, rounds=(2, 5, 2, 5)) == set()
+        assert trial.repeated(in_place) == set()
+        runs = iter(range(100))
+        racy = [lambda out, x: x.add_(next(runs) % 3)] * 2
+        assert trial.repeated(racy[0], rounds=(2, 5)) == set()
+        assert trial.repeated(racy[1], rounds=(2, 5, 2)) == {"x"}
+
+    def test_scratch_may_hold_anything(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), torch.zeros(8), scratch=("part",))
+        runs = iter(range(100))
+
+        def launch(out: torch.Tensor, x: torch.Tensor, part: torch.Tensor) -> None:
+            double(out, x)
+            part.fill_(next(runs))
+
+        assert trial.repeated(launch) == set()
+
+    def test_every_second_launch_is_beside_other_work(self, trial: Trial) -> None:
+        trial.run(double)
+        trial.launched.clear()
+        disturbed = []
+        trial.check.repeat(0, 5, 0.0, lambda: disturbed.append(len(trial.launched)))
+        assert (disturbed, len(trial.launched)) == ([1, 3], 5)
 
 
 class TestReference:

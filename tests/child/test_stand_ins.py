@@ -105,15 +105,19 @@ def test_triton_specializes_descriptors_and_tuples_of_them_as_it_does_those_of_t
 
 PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda x: (str(x.dtype), x.dtype.itemsize, x.dtype.is_floating_point),
-    "kinds": lambda x: (x.dtype.is_complex, x.dtype.is_signed, x.is_floating_point()),
+    "kinds": lambda x: (x.dtype.is_complex, x.dtype.is_signed),
     "shape": lambda x: (tuple(x.shape), x.shape[0], len(x.shape), x.shape.numel(), list(x.shape)),
     "size": lambda x: (tuple(x.size()), x.size(0), x.size(-1)),
     "stride": lambda x: (x.stride(), x.stride(0), x.stride(-1)),
-    "numel": lambda x: (x.numel(), x.nelement(), x.nbytes),
+    "numel": lambda x: (x.numel(), x.nbytes),
     "dim": lambda x: (x.dim(), x.ndim),
     "bytes": lambda x: (x.element_size(), x.itemsize),
     "address": lambda x: (x.data_ptr(), x.data_ptr() % 16),
-    "contiguous": lambda x: (x.is_contiguous(), x.requires_grad),
+    "contiguous": lambda x: x.is_contiguous(),
+    "rows": lambda x: (x.shape[:-1].numel(), x.shape[1:].numel(), x.shape[:1][0]),
+    "texts": lambda x: (str(x.shape), f"{x.shape}", repr(x.shape[1:]), repr(x.dtype)),
+    "kinds' names": lambda x: [type(y).__name__ for y in (x, x.shape, x.shape[1:], x.dtype)],
+    "modules": lambda x: [type(y).__module__ for y in (x, x.shape, x.dtype)],
 }
 
 
@@ -127,7 +131,8 @@ def test_they_have_the_properties_of_their_tensors(name: str) -> None:
 def test_their_device_is_a_gpu() -> None:
     x, y = stand_in(torch.zeros(1)), stand_in(torch.ones(2))
     assert (x.device.type, x.device.index, str(x.device)) == ("cuda", 0, "cuda:0")
-    assert (x.is_cuda, x.get_device()) == (True, 0)
+    assert repr(x.device) == repr(torch.device("cuda", 0))
+    assert x.is_cuda
     assert x.device == y.device
     assert x.dtype is y.dtype
 
@@ -135,6 +140,10 @@ def test_their_device_is_a_gpu() -> None:
 BEYOND: dict[str, Callable[[StandIn], Any]] = {
     "a method": lambda x: x.sum(),
     "a property": lambda x: x.T,
+    "a gradient": lambda x: x.requires_grad,
+    "the type's name": lambda x: getattr(x.dtype, "name", None),
+    "a test for tensors": lambda x: hasattr(x, "__torch_function__"),
+    "a clone's format": lambda x: x.clone(memory_format=1),
     "hasattr": lambda x: hasattr(x, "_version"),
     "a sum": lambda x: x + 1,
     "a comparison": lambda x: x == x,
@@ -184,6 +193,32 @@ def test_an_import_of_torch_is_noted(asked: list[str], monkeypatch: pytest.Monke
     assert asked
 
 
+def spoiled(how: str) -> None:
+    {"attribute": lambda: None.size, "type": lambda: len(3), "index": lambda: ()[1]}[how]()  # type: ignore
+
+
+@pytest.mark.parametrize("how", ["attribute", "type", "index"])
+def test_an_error_of_the_user_s_code_is_noted(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """On a tensor of torch's it may not be one."""
+    with pytest.raises((AttributeError, TypeError, IndexError)), stand_ins.noting_torch():
+        spoiled(how)
+    assert not asked, "torch was imported before"
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises((AttributeError, TypeError, IndexError)), stand_ins.noting_torch():
+        spoiled(how)
+    assert asked
+
+
+def test_an_error_of_triton_s_is_not(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setitem(globals(), "__name__", "safetune.test")
+    with pytest.raises(AttributeError), stand_ins.noting_torch():
+        spoiled("attribute")
+    assert not asked
+
+
 def test_zeros_copies_and_clones_are_made_on_the_device() -> None:
     memory = Memory()
     x = stand_in(torch.zeros(3, 5, dtype=torch.int64).t(), memory)
@@ -191,6 +226,9 @@ def test_zeros_copies_and_clones_are_made_on_the_device() -> None:
     kept = x.clone()
     assert x.zero_() is x
     assert x.copy_(kept) is x
+    for copied in (x.copy_(kept, True), x.copy_(src=kept, non_blocking=True)):
+        assert copied is x
+        assert memory.done.pop()[0] == "copy"
     assert memory.done == [
         ("copy", 1 << 40, address, size),
         ("set", (address, size), 0),

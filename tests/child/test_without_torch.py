@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +20,16 @@ from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from safetune.both.protocol import Budget, Prepare
 from safetune.errors import WorkerUnavailable
 from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
+from safetune.inputs.spans import Span
 from safetune.isolation import child_handle
-from safetune.isolation.hip import Hip
 from safetune.isolation.measuring_child import MeasuringChild, TorchNeeded
-from safetune.isolation.protocol import Budget, Prepare
-from safetune.outcome import Effects, Outcome, OutputReport, Verdict
+from safetune.keys.effects import effects_of
+from safetune.outcome import Outcome, OutputReport, Verdict
 from safetune.triton_internals import files_hash
 from safetune.tuning.bench import _NAMES_TORCH, _asks_for_torch
 from tests.backends import FakeBackend, launching_on
@@ -67,6 +68,12 @@ def grid_kernel(dst, src, n, BLOCK: tl.constexpr):
     tl.store(dst + offset, value, mask=offset < n)
 
 
+def near_kernel(dst, src, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(src + offset, mask=offset < n) * (1.0 + 1e-6 * tl.num_programs(0))
+    tl.store(dst + offset, value, mask=offset < n)
+
+
 def scratch_kernel(dst, src, n, BLOCK: tl.constexpr):
     described = tl.make_tensor_descriptor(src, [n], [1], [BLOCK])
     tl.store(dst + tl.arange(0, BLOCK), described.load([0]))
@@ -86,12 +93,15 @@ class Device:
         configs: int = 1,
         described: bool = False,
         shared: bool = False,
+        pinned: Sequence[int] = (),
         layer: type[Heuristics] = Heuristics,
+        values: tuple[Any, ...] = (),
         **options: Any,
     ) -> MeasuringChild:
         """Return the child of a call of a kernel, with a config of BLOCK=16, and further ones.
 
-        With `shared`, it gets the arguments in memory of the device. `layer` is what the heuristics
+        With `shared`, it gets the arguments in memory of the device; those whose numbers are
+        `pinned` are memory of the host. `layer` is what the heuristics
         are in, and the options are those of the last config.
         """
         kernel: Any = JITFunction(function)
@@ -108,25 +118,33 @@ class Device:
             pins={},
             hooks=hooks or Hooks(),
             index=0,
+            heuristics=values,
         )
         made = [triton.Config({"BLOCK": 16 << i}) for i in range(configs - 1)]
         made.append(triton.Config({"BLOCK": 16 << (configs - 1)}, **options))
         tensors = kernel_pickle.TensorTable()
         blob = kernel_pickle.pack((call, made), "a call", tensors, by_value=[function])
         results = os.memfd_create("results")
-        with stub.holding_tensors():
-            rooms = {"cuda:0": 1 << 30} if shared else {}
-            snapshot = Snapshot(tensors.tensors, rooms=rooms)
-        grids = [(8 - config,) for config in range(configs)]
-        job = Prepare(blob, snapshot.layout, 0, grids, Effects(), backend="cuda")
+        on_host = [stub.pin(args[number]).data_ptr() for number in pinned]
 
-        def on_host() -> tuple[Prepare, tuple[int, ...]]:
+        def span_of(tensor: torch.Tensor) -> Span:
+            span = stub.span_on_a_device(tensor)
+            return replace(span, device="cpu") if span.start in on_host else span
+
+        with stub.holding_tensors(span_of):
+            rooms = {"cuda:0": 1 << 30} if shared else {}
+            snapshot = Snapshot(tensors.tensors, rooms=rooms, index=0)
+        grids = [(8 - config,) for config in range(configs)]
+        effects = effects_of(kernel)
+        job = Prepare(blob, snapshot.layout, 0, grids, effects, backend="cuda")
+
+        def moved() -> tuple[Prepare, tuple[int, ...]]:
             with stub.holding_tensors():
                 snapshot.move_to_host()
             return replace(job, layout=snapshot.layout), (snapshot.fd, results)
 
         fds = (snapshot.fd, results, *snapshot.shared_fds)
-        child = MeasuringChild(job, fds, 60.0, with_torch=False, on_host=on_host)
+        child = MeasuringChild(job, fds, 60.0, with_torch=False, on_host=moved)
         self._made += [child.replace, snapshot.close, lambda: os.close(results)]
         return child
 
@@ -206,6 +224,59 @@ def test_a_child_that_compiles_nothing_does_not_import_gluon(
     assert set(told.read_text().split()) == {"False"}
 
 
+@pytest.mark.parametrize(
+    ("pinned", "shared"),
+    [
+        ([1], True),
+        pytest.param([0], True, marks=pytest.mark.full),
+        pytest.param([0, 1], False, marks=pytest.mark.full),
+    ],
+    ids=["read", "written", "both"],
+)
+def test_an_argument_in_pinned_memory_is_pinned_there_too(
+    device: Device, tmp_path: Path, pinned: list[int], shared: bool
+) -> None:
+    """Each launch finds the caller's bits in it, and a tensor that says what the caller's does."""
+    told, seen = tmp_path / "told", tmp_path / "seen"
+    text = str(seen)
+
+    def describe(arguments: dict[str, Any], exception: Exception | None = None) -> None:
+        parts = [arguments[name] for name in ("dst", "src")]
+        with open(text, "a") as file:
+            for part in parts:
+                file.write(f"{part.device} {part.is_cuda}\n")
+
+    hooks = Hooks(pre_hook=imported(told), post_hook=describe)
+    child = device.child(copy_kernel, hooks, pinned=pinned, shared=shared, configs=2)
+    outcome, first = measured(child)
+    assert outcome.ok, outcome
+    assert first is not None
+    assert first.written == (N, 0)
+    assert first.new_group is not None
+    outcome, second = child.measure(1, None, groups=(first.new_group,))
+    assert outcome.ok, outcome
+    assert second is not None
+    assert second.group == first.new_group.number
+    on = ["cpu False" if number in pinned else "cuda:0 True" for number in (0, 1)]
+    assert seen.read_text().splitlines()[:2] == on
+    assert set(told.read_text().split()) == {"False"}
+
+
+def test_a_write_beside_pinned_memory_is_found(device: Device) -> None:
+    outcome, _ = measured(device.child(spill_kernel, pinned=[0]))
+    assert outcome.verdict is Verdict.OUT_OF_BOUNDS
+    assert "after the storage of dst" in outcome.message
+
+
+def test_a_config_is_launched_again_beside_other_work(device: Device) -> None:
+    child = device.child(copy_kernel)
+    assert measured(child)[0].ok
+    answer = child.repeat(0, 0.0)
+    assert answer.outcome.ok, answer
+    assert answer.varied == ()
+    assert not child.with_torch
+
+
 @pytest.mark.full
 def test_configs_that_agree_are_one_group(device: Device) -> None:
     child = device.child(copy_kernel, configs=2)
@@ -216,6 +287,23 @@ def test_configs_that_agree_are_one_group(device: Device) -> None:
     assert outcome.ok, outcome
     assert second is not None
     assert second.group == first.new_group.number
+
+
+@pytest.mark.parametrize("pinned", [[], [0, 1]], ids=["device", "pinned"])
+def test_results_that_differ_by_rounding_are_compared_without_torch(
+    device: Device, pinned: list[int]
+) -> None:
+    child = device.child(near_kernel, pinned=pinned, configs=2)
+    outcome, first = measured(child)
+    assert outcome.ok, outcome
+    assert first is not None
+    assert first.new_group is not None
+    outcome, second = child.measure(1, None, groups=(first.new_group,))
+    assert outcome.ok, outcome
+    assert second is not None
+    assert second.sums != first.sums
+    assert second.group == first.new_group.number
+    assert not child.with_torch
 
 
 def test_configs_that_disagree_are_compared_in_a_child_with_torch(device: Device) -> None:
@@ -379,8 +467,23 @@ def imports(arguments: dict[str, Any]) -> None:
     assert torch.float32 is arguments["src"].dtype
 
 
+def raises(arguments: dict[str, Any]) -> None:
+    arguments["src"].shape.index(N + 1)
+
+
+def calls_wrongly(arguments: dict[str, Any]) -> None:
+    arguments["dst"].size(0, 1)
+
+
+def exits(arguments: dict[str, Any]) -> None:
+    raise SystemExit("no tensor of torch's")
+
+
+SLOWER = (catches, imports, calls_wrongly, exits)
+
+
 @pytest.mark.parametrize(
-    "hook", [sums, *(pytest.param(each, marks=pytest.mark.full) for each in (catches, imports))]
+    "hook", [sums, raises, *(pytest.param(each, marks=pytest.mark.full) for each in SLOWER)]
 )
 def test_a_hook_that_asks_for_more_gets_a_child_with_torch(device: Device, hook: Any) -> None:
     """No device of torch's is here: that child is only asked for."""
@@ -406,10 +509,36 @@ def test_a_triton_that_is_not_known_is_given_torch(monkeypatch: pytest.MonkeyPat
         assert _asks_for_torch(call)
 
 
-def test_a_device_whose_memory_only_torch_works_on_is_given_torch() -> None:
-    call: Any = SimpleNamespace(interpreted=False, hooks=Hooks())
-    with launching_on(FakeBackend(needs_torch=Hip.needs_torch)):
-        assert _asks_for_torch(call)
+def reads_rows(arguments: dict[str, Any]) -> int:
+    raise AssertionError("the caller has run it")
+
+
+def test_a_child_takes_the_values_of_the_caller_s_heuristics(device: Device) -> None:
+    child = device.child(copy_kernel, heuristics={"BLOCK": reads_rows}, values=({"BLOCK": 64},))
+    outcome, spec = child.spec_of(0)
+    assert outcome.ok, outcome
+    assert kernel_pickle.unpack(spec)[1] == {(3,): 64}
+    assert not child.with_torch
+
+
+def test_a_child_runs_heuristics_after_the_hook_of_a_config(device: Device) -> None:
+    def blocks(arguments: dict[str, Any]) -> None:
+        arguments["src"].block_shape = [32, 16]
+
+    def reads(arguments: dict[str, Any]) -> int:
+        return int(arguments["src"].block_shape[0])
+
+    child = device.child(
+        described_kernel,
+        heuristics={"BLOCK": reads},
+        described=True,
+        pre_hook=blocks,
+        values=(None,),
+    )
+    outcome, spec = child.spec_of(0)
+    assert outcome.ok, outcome
+    assert 32 in kernel_pickle.unpack(spec)[1].values()
+    assert not child.with_torch
 
 
 def calls_torch(arguments: dict[str, Any]) -> None:
@@ -485,3 +614,70 @@ def test_a_card_without_memory_for_a_context_blames_no_config(
     monkeypatch.setenv("LIBCUDA_FAIL", "cuDevicePrimaryCtxRetain=2")
     with pytest.raises(WorkerUnavailable, match="too little free memory: the CUDA driver failed"):
         device.child(copy_kernel).wait()
+
+
+class TestReplays:
+    """Which configs are timed as replays of a graph; the others are timed between events."""
+
+    @staticmethod
+    def stage(child: MeasuringChild, config: int = 0) -> tuple[str, str]:
+        child.measure(config, None, groups=())
+        outcome, _ = child.measure(config, Budget(least=3, time_ms=0.0, way="graph"))
+        assert outcome.ok, outcome
+        assert outcome.timing is not None
+        assert not child.with_torch
+        return outcome.timing.stage, outcome.message
+
+    @pytest.mark.parametrize("kernel", [copy_kernel, add_kernel, scratch_kernel])
+    def test_a_plain_launch(self, device: Device, kernel: Any) -> None:
+        assert self.stage(device.child(kernel)) == ("graph", "")
+
+    def test_launches_are_replayed(
+        self, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LIBCUDA_LOG", str(tmp_path / "log"))
+        child = device.child(copy_kernel)
+        assert self.stage(child) == ("graph", "")
+        graphs = (tmp_path / "log").read_text().count("cuGraphLaunch")
+        assert graphs == 1 + 2 * 3, "one at the end of the capture; one before each that is timed"
+
+    def test_a_hook_that_sets_a_descriptor(self, device: Device) -> None:
+        def set_blocks(arguments: dict[str, Any]) -> None:
+            arguments["src"].block_shape = [16, 16]
+
+        child = device.child(copy_kernel, configs=2, described=True, pre_hook=set_blocks)
+        assert child.measure(1, None, groups=())[0].verdict is not Verdict.PROTOCOL_ERROR
+
+    def test_a_hook_that_writes_nothing_or_something(self, device: Device) -> None:
+        def looks(arguments: dict[str, Any]) -> None:
+            assert arguments["n"] == N
+
+        def clears(arguments: dict[str, Any]) -> None:
+            arguments["dst"].zero_()
+
+        assert self.stage(device.child(copy_kernel, Hooks(pre_hook=looks))) == ("graph", "")
+        stage, why = self.stage(device.child(copy_kernel, Hooks(pre_hook=clears)))
+        assert stage == "screen"
+        assert "a hook writes to the arguments" in why
+
+    @pytest.mark.parametrize(
+        "hooks",
+        [
+            Hooks(reset_to_zero=("dst",)),
+            Hooks(restore_value=("dst",)),
+            Hooks(post_hook=lambda arguments, exception: None),
+        ],
+        ids=["reset_to_zero", "restore_value", "post_hook"],
+    )
+    def test_what_needs_something_beside_each_launch(self, device: Device, hooks: Hooks) -> None:
+        stage, why = self.stage(device.child(add_kernel, hooks))
+        assert stage == "screen"
+        assert "each launch needs" in why
+
+    def test_where_the_driver_captures_nothing(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LIBCUDA_FAIL", "cuStreamEndCapture=901")
+        stage, why = self.stage(device.child(copy_kernel))
+        assert stage == "screen"
+        assert "cuStreamEndCapture returned CUDA_ERROR_901" in why

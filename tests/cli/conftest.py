@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -72,6 +74,55 @@ def safetune(targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session")
+def tuned_add(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> tuple[Path, Any]:
+    """A store with `targets/add.py` tuned, and what `tune` said of it. Tests copy the store."""
+    directory = tmp_path_factory.mktemp("tuned")
+    done = subprocess.run(
+        [sys.executable, "-m", "safetune", "tune", str(targets / "add.py"), "--json"],
+        env={**os.environ, "SAFETUNE_CACHE_DIR": str(directory), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+    )
+    return directory, json.loads(done.stdout)
+
+
+@pytest.fixture
+def tuned(tuned_add: tuple[Path, Any], cache_dir: Path) -> dict[str, Any]:
+    """What `tune` said of `add_one` at two shapes and of another kernel, all of it stored."""
+    directory, said = tuned_add
+    shutil.copytree(directory, cache_dir)
+    return copy.deepcopy(said)
+
+
+@pytest.fixture(scope="session")
+def recorded_calls(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> Path:
+    """A store with six launches of `targets/recorded.py`: two of one key of `scale`, one of five
+    other keys. The program is gone.
+    """
+    directory = tmp_path_factory.mktemp("recorded")
+    env = {"SAFETUNE_CACHE_DIR": str(directory), "SAFETUNE_MODE": "record"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import recorded; recorded.call_all()"],
+        env={**os.environ, **env, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        cwd=targets,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("runs with") == 5, done.stderr
+    return directory
+
+
+@pytest.fixture
+def recorded(
+    recorded_calls: Path, cache_dir: Path, targets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These calls in the test's store; and the folder of their module to work in."""
+    shutil.copytree(recorded_calls, cache_dir)
+    monkeypatch.chdir(targets)
+
+
+@pytest.fixture(scope="session")
 def targets() -> Path:
     """The folder of files with kernels."""
     return Path(__file__).with_name("targets")
@@ -86,8 +137,12 @@ class Terminal:
 
     def __init__(self) -> None:
         self._ours, self.theirs = pty.openpty()
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
         self._shown = b""
+        self.resize(200)
+
+    def resize(self, columns: int) -> None:
+        """Give it another width."""
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
 
     @property
     def lines(self) -> list[str]:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from safetune.offline import shares
+from safetune.store.local.store import Store
 from safetune.store.records import CallCount, RecordedCall
-
-if TYPE_CHECKING:
-    from tests.conftest import FreshProcess
-
-
-@pytest.fixture
-def recorded(fresh_process: FreshProcess, targets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six launches of `targets/recorded.py`: two of one key of `scale`, one of five other keys."""
-    env = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
-    done = fresh_process("import recorded; recorded.call_all()", env=env, cwd=targets)
-    assert done.returncode == 0, done.stderr
-    monkeypatch.chdir(targets)
 
 
 def sixths(of: dict[str, float]) -> dict[str, int]:
@@ -47,7 +37,7 @@ def test_a_recorded_run_is_covered_step_by_step(
     assert sixths(after["by_calls"]) == {"exact": 2, "nearest": 1, "nothing": 3}
     assert sixths(after["by_time"]) == {"exact": 2, "nearest": 1, "nothing": 3}
 
-    assert safetune("pack", tmp_path / "packs").exit_code == 0
+    assert safetune("export", tmp_path / "packs").exit_code == 0
     monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "new"))
     monkeypatch.setenv("SAFETUNE_PACKS", str(tmp_path / "packs"))
     packed = safetune.json("coverage", "--calls", cache_dir / "safetune.db")
@@ -62,16 +52,66 @@ def test_the_table(recorded: None, safetune: Any) -> None:
 
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert rows["kernel"][1:4] == ["keys", "calls", "time"]
-    assert "66.7 % / 66.7 % 0 % / 0 % 33.3 % / 33.3 %" in " ".join(" ".join(lines).split())
+    assert "pack" not in rows["kernel"], "no call has its choice from a pack"
+    assert "66.7 % / 66.7 % 33.3 % / 33.3 %" in " ".join(" ".join(lines).split())
     assert rows["scale"][1:3] == ["2", "3"]
     assert rows["all"][1:3] == ["5", "6"]
     assert any(line.startswith("nearest: scale n=200 ") for line in lines)
     assert sum(line.startswith("nothing: ") for line in lines) == 3
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_table_is_one_at_every_width(
+    recorded: None, safetune: Any, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["coverage"], ["tune", "--recorded", "--dry-run"]):
+        lines = safetune(*words).stdout.splitlines()
+        (rule,) = [place for place, line in enumerate(lines) if line.startswith("───")]
+        assert lines[rule - 1].startswith("kernel ")
+        table = lines[rule - 1 : lines.index("", rule)]
+        assert len(table) == 2 + 4, table
+        assert max(map(len, table)) <= columns
+
+
+def test_a_share_that_is_asked_for(recorded: None, safetune: Any) -> None:
+    """Two of six calls have a choice of their own; that of a near key does not count."""
+    safetune.json("tune", "--recorded", "--top", "0.3")
+
+    for percent, code in (("33.4", 1), ("33.3", 0), ("0", 0), ("100", 1)):
+        result = safetune("coverage", "--fail-under", percent)
+        assert result.exit_code == code
+        assert ("33.3 % of the calls have a choice of their key" in result.stderr) == bool(code)
+        as_json = safetune("coverage", "--json", "--fail-under", percent)
+        assert as_json.exit_code == code
+        assert sixths(json.loads(as_json.stdout)["by_calls"])["exact"] == 2
+
+
+def test_calls_in_a_graph_are_said_to_count_once(
+    recorded: None, safetune: Any, cache_dir: Path
+) -> None:
+    store = Store.open(cache_dir)
+    first, *_ = store.calls()
+    store.count_calls(CallCount(first.key, 3, captured=2))
+    store.close()
+
+    lines = " ".join(safetune("coverage").stdout.split())
+
+    assert "2 calls went into CUDA graphs and count once" in lines
+    counts = [(call["calls"], call["captured"]) for call in safetune.json("coverage")["calls"]]
+    assert (5, 2) in counts
+    assert sum(captured for _, captured in counts) == 2
+
+
+def test_a_share_is_a_percentage(safetune: Any) -> None:
+    result = safetune("coverage", "--fail-under", "101")
+    assert result.exit_code == 2
+    assert "101.0 is not in the range" in result.stderr
+
+
 def test_without_recorded_calls(safetune: Any) -> None:
     assert safetune.error("coverage") == (
-        "Error: no call is recorded; run the program with SAFETUNE_MODE=record"
+        "Error: no such call is recorded; run the program with SAFETUNE_MODE=record"
     )
 
 

@@ -19,11 +19,9 @@ from safetune.cli import targets as found_targets
 from safetune.cli import workers
 from safetune.cli.report import Report
 from safetune.errors import NoDevice
-from tests.store.shared import conftest as shared_store
+from safetune.store.local import db_files, locks
 
-from .conftest import DEADLINE_S, Terminal
-
-database, server = shared_store.database, shared_store.server
+from .conftest import DEADLINE_S, Fifo, Terminal
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -55,52 +53,93 @@ def test_what_the_workers_leave_out_is_told_once_before_the_end(
     report = Report(allow_disputed=False)
 
     for name in ("GPU 0", "GPU 1"):
-        report.take(name, {"planned": 1, "new": 1, "left_out": left_out})
+        report.take(name, {"plan": {}, "left_out": left_out})
 
     assert capsys.readouterr().err == "not tuned: add for n=1: it has changed\n"
 
 
-class Silent:
-    """A worker whose process neither ends nor tells anything more."""
+class Device:
+    """A worker whose plan has these keys; it drops out in some of them.
 
-    name = "GPU 0"
+    Args:
+        after: it begins when this is set.
+        until: it drops out when this is set, or after a while.
+        begun, finished: set when it tunes its first key, and when it gets no more.
+    """
 
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
+    def __init__(self, name: str, keys: str, bad: str = "", **events: threading.Event) -> None:
+        self.name, self._keys, self._bad, self._events = name, keys, bad, events
+        self.stopped = False
 
-    def events(self) -> Iterator[workers.Event]:
-        yield {"planned": 1}
-        assert self.stopped.wait(DEADLINE_S)
-        yield {"planned": 2}
+    def _event(self, name: str) -> threading.Event:
+        return self._events.get(name) or threading.Event()
+
+    def plan(self) -> Iterator[workers.Event]:
+        if "after" in self._events:
+            assert self._events["after"].wait(DEADLINE_S)
+        yield {"plan": dict.fromkeys(self._keys, (1, 1))}
+
+    def tune(self, key: str) -> Iterator[workers.Event]:
+        self._event("begun").set()
+        yield {"tried": 1, "failed": 0}
+        yield {"facts": key}
+        if key in self._bad:
+            if "until" in self._events:
+                self._events["until"].wait(0.2)
+            raise workers.DroppedOut(f"{key} ended it")
+        yield {"done": key}
+
+    def finish(self) -> Iterator[workers.Event]:
+        self._event("finished").set()
+        yield from ()
 
     def stop(self) -> None:
-        self.stopped.set()
+        self.stopped = True
 
 
-class Finishing:
-    """A worker that tells nothing, and ends when another one was stopped."""
-
-    name = "GPU 1"
-
-    def __init__(self, other: Silent) -> None:
-        self._other = other
-
-    def events(self) -> Iterator[workers.Event]:
-        while not self._other.stopped.wait(0.05):
-            yield {}
-
-    def stop(self) -> None:
-        raise AssertionError("it has told that it is there")
+def tuned_by(*devices: Device) -> dict[str, list[str]]:
+    """Return the keys that each worker has tuned, in their order."""
+    found: dict[str, list[str]] = {device.name: [] for device in devices}
+    for name, event in workers.gather(devices):
+        if "facts" in event:
+            found[name].append(event["facts"])
+    return found
 
 
-def test_a_worker_that_tells_nothing_for_long_is_stopped_and_drops_out(
+def test_every_key_of_a_list_is_tuned_once_and_the_first_ones_first() -> None:
+    found = tuned_by(*(Device(name, "abcdefgh") for name in ("GPU 0", "GPU 1", "GPU 2")))
+    assert sorted(key for keys in found.values() for key in keys) == [*"abcdefgh"]
+    assert all(keys == sorted(keys) for keys in found.values())
+
+
+def test_the_key_in_which_a_worker_drops_out_is_tuned_by_another_after_all_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    silent = Silent()
-    told = [(n, e) for n, e in workers.gather([silent, Finishing(silent)], silent_s=0.2) if e]
-    reason = "it has told nothing for 0.2 s"
-    assert told == [("GPU 0", {"planned": 1}), ("GPU 0", {"dropped": reason})]
-    assert f"GPU 0 drops out: {reason}; the others do its work" in capsys.readouterr().err
+    """It may end each process that tunes it. What was told of it is told once."""
+    begun, finished = threading.Event(), threading.Event()
+    first = Device("GPU 0", "abc", bad="a", begun=begun, until=finished)
+    second = Device("GPU 1", "abc", after=begun, finished=finished)
+    assert tuned_by(first, second) == {"GPU 0": [], "GPU 1": ["b", "c", "a"]}
+    assert first.stopped
+    message = "Warning: GPU 0 drops out: a ended it; the others take its work\n"
+    assert capsys.readouterr().err == message
+
+
+def test_where_every_worker_drops_out_no_device_finishes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(workers.DroppedOut, match="no device finished the list, for the reasons"):
+        tuned_by(Device("GPU 0", "abc", bad="abc"), Device("GPU 1", "abc", bad="abc"))
+    assert "no device is left" in capsys.readouterr().err
+
+
+def test_a_key_that_only_a_worker_has_that_dropped_out_is_an_error() -> None:
+    """As of a GPU of another kind. The keys of the others are tuned."""
+    told = []
+    with pytest.raises(workers.DroppedOut, match="no other device tunes 1 key of one that dropped"):
+        for _, event in workers.gather([Device("GPU 0", "x", bad="x"), Device("GPU 1", "ab")]):
+            told.append(event.get("facts"))
+    assert [key for key in told if key] == ["a", "b"]
 
 
 def test_what_a_worker_prints_besides_its_events_is_a_message(
@@ -108,7 +147,8 @@ def test_what_a_worker_prints_besides_its_events_is_a_message(
 ) -> None:
     """Its interpreter, or a library that it imports, may print before the command begins."""
     worker = workers.LocalWorker("GPU 0", ["--help"], {})
-    assert [*worker.events()] == []
+    with pytest.raises(workers.DroppedOut, match="ended with exit code 0"):
+        list(worker.plan())
     assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
 
 
@@ -220,8 +260,8 @@ def test_the_command_imports_no_library_of_the_working_directory(
     start: Start, wrong_ones: Path
 ) -> None:
     """Regression: `python -m safetune` had imported click and rich there when it left it."""
-    process = start("stats", env={}, cwd=wrong_ones, stdout=subprocess.PIPE)
-    assert b"choices" in process.communicate(timeout=DEADLINE_S)[0]
+    process = start("list", "--json", env={}, cwd=wrong_ones, stdout=subprocess.PIPE)
+    assert json.loads(process.communicate(timeout=DEADLINE_S)[0]) == []
     assert process.returncode == 0
 
 
@@ -232,7 +272,8 @@ def test_a_worker_imports_no_library_of_the_working_directory(
     (wrong_ones / "queue.py").write_text("raise SystemExit('of Python itself')")
     monkeypatch.chdir(wrong_ones)
     worker = workers.LocalWorker("GPU 0", ["--help"], {})
-    assert [*worker.events()] == []
+    with pytest.raises(workers.DroppedOut, match="ended with exit code 0"):
+        list(worker.plan())
     assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
 
 
@@ -240,9 +281,9 @@ def test_a_worker_may_print_bytes_that_are_not_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "noise.py").write_text(r'import os; os.write(1, b"\xff\n{"); os._exit(3)')
-    worker = workers.LocalWorker("GPU 0", ["--worker=1/1@0", str(tmp_path / "noise.py")], {})
+    worker = workers.LocalWorker("GPU 0", ["--worker=1/1", str(tmp_path / "noise.py")], {})
     with pytest.raises(workers.DroppedOut, match="ended with exit code 3"):
-        list(worker.events())
+        list(worker.plan())
     assert r"GPU 0: \xff" in capsys.readouterr().err
 
 
@@ -280,7 +321,7 @@ class TestDevices:
         assert (tmp_path / "killed").exists()
         assert sorted(choices(data)) == SHAPES
         assert all(tuning["choice"] for tuning in data["tunings"])
-        assert "drops out: its process was ended by SIGKILL; the others do its work" in errors
+        assert "drops out: its process was ended by SIGKILL; the others take its work" in errors
         # A config that was timed before its process died counts, and one under way is begun again.
         assert sum(tuning["measured"] for tuning in data["tunings"]) in (7, 8)
 
@@ -289,48 +330,17 @@ class TestDevices:
         assert choices(again) == choices(data)
 
     @pytest.mark.full
-    def test_a_terminal_shows_a_line_for_each(
-        self, start: Start, targets: Path, tmp_path: Path, terminal: Terminal
+    def test_a_terminal_shows_one_line_for_all_and_one_for_each_finished_key(
+        self, start: Start, targets: Path, fifo: Fifo, terminal: Terminal
     ) -> None:
-        for name in ("fifo", "go"):
-            os.mkfifo(tmp_path / name)
-        command = ("tune", targets / "one_key.py", "--devices=0,1")
-        start(*command, env={"TEST_CARDS": str(tmp_path)}, terminal=terminal.theirs)
-        terminal.wait_for("0/1 tunings", "/20 configs", "configs/s", "left")
-        for number in (0, 1):
-            terminal.wait_for(f"process {number}: add_one 64 float32", "/20", "0 failed", "best")
-        (tmp_path / "go").open("w").close()
+        command = ("tune", targets / "sweep.py", "--devices=0,1")
+        start(*command, env={**fifo.env, "TEST_WAIT_AT": "128"}, terminal=terminal.theirs)
+        fifo.pids()
+        terminal.wait_for("1/2 tunings", "/10 configs", "configs/s", "left")
+        terminal.wait_for("process ", ": add_one  first  float32  BLOCK=", "(5 measured)")
+        fifo.let_go()
         terminal.read_to_the_end()
-        assert "20 configs measured" in terminal.lines[-2]
-
-    @pytest.mark.full
-    def test_with_fewer_keys_than_devices_they_share_the_configs_of_a_key(
-        self, start: Start, targets: Path, tmp_path: Path
-    ) -> None:
-        """The one that tunes the key launches all once more, to judge and to choose."""
-        os.mkfifo(tmp_path / "fifo")
-        environment = {"TEST_CARDS": str(tmp_path)}
-        command = ("tune", targets / "one_key.py", "--devices=0,1", "--json")
-        data, errors = finished(start(*command, env=environment, **PIPES))
-        assert [tuning["measured"] for tuning in data["tunings"]] == [20], errors
-        assert [trial["verdict"] for trial in data["trials"]] == ["ok"] * 20
-        cards = [{*card.read_text().split()} for card in tmp_path.glob("card.*")]
-        assert max(map(len, cards)) == 20
-        assert 0 < min(map(len, cards)) < 20, "the helper has measured a part"
-
-    @pytest.mark.full
-    def test_a_card_on_which_every_launch_fails_drops_out_and_its_work_is_done_again(
-        self, start: Start, targets: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("PYTHONPATH", str(targets.with_name("broken_card")))
-        command = ("tune", targets / "faulty_card.py", "--devices=0,1", "--json")
-        process = start(*command, env={}, **PIPES)
-        data, errors = finished(process)
-        assert process.returncode == 0, errors
-        assert "process 1: Error: every launch fails on this device: RuntimeError: CUDA" in errors
-        assert "process 1 drops out" in errors
-        assert sorted(choices(data)) == ["40", "50"]
-        assert [trial["verdict"] for trial in data["trials"]] == ["ok"] * 4
+        assert "10 configs measured" in terminal.lines[-2]
 
     @pytest.mark.full
     def test_force_measures_every_key_again_and_once(self, start: Start, target: str) -> None:
@@ -361,51 +371,47 @@ class TestDevices:
 
 
 class TestShards:
-    def test_a_shard_without_a_shared_store_tunes_its_part(
-        self, safetune: Any, target: str
+    def test_a_shard_tunes_its_part_and_leaves_a_key_that_another_process_has(
+        self, safetune: Any, target: str, cache_dir: Path
     ) -> None:
-        data = safetune.json("tune", target, "--shard", "2/4")
-        assert sorted(choices(data)) == ["101"]
-        assert "3 left to other shards" in safetune("tune", target, "--shard", "1/4").stdout
+        assert [*choices(safetune.json("tune", target, "--shard", "2/4"))] == ["101"]
+        first = ("tune", target, "--shard", "1/2")
+        (one, other) = (each["key"] for each in safetune.json(*first, "--dry-run")["tunings"])
+        lock = locks.try_lock(cache_dir / db_files.DATABASE_NAME, one)
+        assert lock is not None
+        data = safetune.json(*first)
+        assert [tuning["key"] for tuning in data["tunings"]] == [other]
+        assert "1 left to other processes, which tune them" in safetune(*first).stdout
+        lock.release()
+        again = safetune.json(*first)["tunings"]
+        assert [(tuning["key"], tuning["measured"]) for tuning in again] == [(one, 2), (other, 0)]
 
     @pytest.mark.full
-    @pytest.mark.parametrize("store", ["directory", "postgresql"])
-    def test_four_nodes_tune_each_key_once_though_one_dies(
-        self, start: Start, target: str, tmp_path: Path, store: str, request: pytest.FixtureRequest
+    def test_the_part_of_a_shard_that_died_is_tuned_when_it_runs_again(
+        self, start: Start, target: str, tmp_path: Path
     ) -> None:
         (tmp_path / "shared").mkdir()
-        url = f"file://{tmp_path}/shared"
-        if store == "postgresql":
-            url = request.getfixturevalue("database")
-        environment = {"SAFETUNE_SHARED": url, "TEST_KILL": str(tmp_path / "killed")}
-        ranks = [
-            start(
-                *("tune", target, "--shard", "auto", "--json"),
-                env={
-                    **environment,
-                    "SAFETUNE_CACHE_DIR": str(tmp_path / f"node{rank}"),
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_STEP_NUM_TASKS": "4",
-                },
-                **PIPES,
-            )
-            for rank in range(4)
-        ]
-        found = [finished(rank) for rank in ranks]
+        environment = {
+            "SAFETUNE_SHARED": f"file://{tmp_path}/shared",
+            "TEST_KILL": str(tmp_path / "killed"),
+            "SLURM_STEP_NUM_TASKS": "2",
+        }
 
-        assert sorted(rank.returncode for rank in ranks) == [-9, 0, 0, 0], found
-        alive = [data for data, _ in found if data]
-        measured = dict.fromkeys(SHAPES, 0)
-        for data in alive:
-            for tuning in data["tunings"]:
-                measured[tuning["shape"]] += tuning["measured"]
-        assert measured == dict.fromkeys(SHAPES, 2)
-        last = start(
-            *("tune", target, "--json"),
-            env={"SAFETUNE_SHARED": url, "SAFETUNE_CACHE_DIR": str(tmp_path / "new node")},
-            **PIPES,
-        )
-        data, errors = finished(last)
+        def rank(number: int) -> subprocess.Popen[bytes]:
+            node = {
+                "SAFETUNE_CACHE_DIR": str(tmp_path / f"node {number}"),
+                "SLURM_PROCID": str(number),
+            }
+            command = ("tune", target, "--shard", "auto", "--json")
+            return start(*command, env={**environment, **node}, **PIPES)
+
+        both = [rank(0), rank(1)]
+        found = [finished(process) for process in both]
+        assert [process.returncode for process in both] == [0, -9], found
+        assert sorted(choices(found[0][0])) == ["100", "103"]
+        again, errors = finished(rank(1))
+        assert sorted(choices(again)) == ["101", "102"], errors
+        new_node = {**environment, "SAFETUNE_CACHE_DIR": str(tmp_path / "new node")}
+        data, errors = finished(start("tune", target, "--json", env=new_node, **PIPES))
         assert data["measured"] == 0, errors
-        chosen = {shape: choice for each in alive for shape, choice in choices(each).items()}
-        assert choices(data) == chosen
+        assert choices(data) == {**choices(found[0][0]), **choices(again)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -44,6 +45,22 @@ def test_h_is_help_and_ends_with_examples_that_can_be_run_as_they_are(
         main.commands[name].make_context(name, options, parent=above)
 
 
+def test_the_help_lists_every_command_in_a_group_with_a_whole_sentence(safetune: Any) -> None:
+    from safetune.cli import GROUPS
+
+    assert sorted(itertools.chain(*GROUPS.values())) == COMMANDS
+
+    shown = safetune("--help").stdout
+
+    assert max(map(len, shown.splitlines())) <= 80
+    text = " ".join(shown.split())
+    for title, names in GROUPS.items():
+        assert f"\n{title}:\n  {names[0]} " in shown
+        for name in names:
+            sentence = " ".join((main.commands[name].help or "").split()).split(". ")[0]
+            assert f" {name} {sentence.rstrip('.')}." in text
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_usage_names_each_argument_in_the_singular_and_brackets_only_those_to_leave_out(
     safetune: Any, name: str
@@ -53,7 +70,7 @@ def test_the_usage_names_each_argument_in_the_singular_and_brackets_only_those_t
     usage = safetune(name, "--help").stdout.splitlines()[0]
     words = usage.partition("[OPTIONS]")[2].split()
 
-    singular = re.compile(r"\[?[A-Z|]*[A-RT-Z]\]?(\.\.\.)?")
+    singular = re.compile(r"\[?[A-Z|=]*[A-RT-Z]\]?(\.\.\.)?")
     assert [word for word in words if not singular.fullmatch(word)] == []
     assert [word.endswith("...") for word in words] == [each.nargs == -1 for each in arguments]
     assert [word[0] != "[" for word in words] == [each.required for each in arguments]
@@ -94,7 +111,7 @@ def test_an_error_after_the_json_does_not_add_to_it(
 def test_a_full_disk_is_one_line_also_where_the_error_is_to_be_json(start: Any) -> None:
     """Regression: the JSON of the error could not be printed either, which was a traceback."""
     with open("/dev/full", "w") as full:
-        process = start("path", "--json", env={}, stdout=full, stderr=subprocess.PIPE)
+        process = start("list", "--json", env={}, stdout=full, stderr=subprocess.PIPE)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.startswith(b"Error: OSError: [Errno 28] No space left on device")
@@ -137,9 +154,8 @@ def test_the_versions(safetune: Any) -> None:
     ],
 )
 def test_a_shell_completes_commands_and_kernel_names(
-    safetune: Any, targets: Path, fresh_process: FreshProcess, line: str, offered: set[str]
+    tuned: Any, fresh_process: FreshProcess, line: str, offered: set[str]
 ) -> None:
-    safetune.json("tune", targets / "add.py", "--shape", "small")
     words = line.split(" ")
     asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     program = f"import sys; sys.argv = [{sys.executable!r}]; from safetune.cli import main; "

@@ -1,4 +1,4 @@
-"""`safetune export`, `import`, `merge` and `pack`."""
+"""`safetune export` and `import`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture
-def tuned(safetune: Any, targets: Path) -> list[dict[str, Any]]:
-    """The choices for `add_one` at two sizes and for another kernel."""
-    safetune.json("tune", targets / "add.py")
-    listed: list[dict[str, Any]] = safetune.json("list")
-    return listed
 
 
 @pytest.fixture
@@ -30,6 +22,7 @@ def contents(directory: Path) -> dict[str, str]:
 def test_there_and_back(
     safetune: Any, tuned: Any, tmp_path: Path, elsewhere: Any, cache_dir: Path
 ) -> None:
+    listed = safetune.json("list")
     out = tmp_path / "out"
 
     exported = safetune("export", out)
@@ -44,7 +37,7 @@ def test_there_and_back(
     elsewhere("other")
     assert safetune("import", out).stdout == "3 choices imported, 0 already stored\n"
     there = safetune.json("list")
-    for one, other in zip(tuned, there, strict=True):
+    for one, other in zip(listed, there, strict=True):
         for fact in ("kernel", "call", "device", "toolchain", "config", "generation"):
             assert other[fact] == one[fact]
         assert other["median_ms"] == pytest.approx(one["median_ms"], rel=1e-4)
@@ -67,7 +60,7 @@ def test_there_and_back(
 def test_another_choice_of_the_same_generation_stays(
     safetune: Any, tuned: Any, tmp_path: Path
 ) -> None:
-    one = tmp_path / "one.json"
+    one, listed = tmp_path / "one.json", safetune.json("list")
     assert safetune("export", one, "--kernel", "kernel").exit_code == 0
     data = json.loads(one.read_text())
     config = data["tunings"][0]["choices"][0]["config"]
@@ -77,7 +70,7 @@ def test_another_choice_of_the_same_generation_stays(
         "0 choices imported, 0 already stored, 1 not imported: the store has another choice of "
         "the same generation\n"
     )
-    assert safetune.json("list") == tuned
+    assert safetune.json("list") == listed
 
 
 def test_a_choice_of_an_earlier_generation_is_not_counted_as_new(
@@ -121,52 +114,49 @@ def test_a_broken_file_among_good_ones(
     )
 
 
-def test_merge(
-    safetune: Any, tuned: Any, tmp_path: Path, elsewhere: Any, cache_dir: Path, targets: Path
+def test_merging_into_a_pack(
+    safetune: Any, tuned: Any, tmp_path: Path, elsewhere: Any, targets: Path
 ) -> None:
     """Of two machines, one of which has tuned again."""
-    safetune("export", tmp_path / "old")
+    for name in ("old", "older"):
+        safetune("export", tmp_path / name)
     elsewhere("other")
     safetune("import", tmp_path / "old")
     safetune("tune", "--force", f"{targets / 'add.py'}:twice")
+    safetune("clear", "add_one", "--yes")
 
-    safetune("merge", cache_dir, tmp_path / "other", "--into", tmp_path / "new")
-    safetune(
-        "merge", tmp_path / "other" / "safetune.db", tmp_path / "old", "--into", tmp_path / "n"
-    )
+    assert safetune("export", "--into", tmp_path / "old").exit_code == 0
+    again = safetune("export", "--into", tmp_path / "old")
+    assert again.exit_code == 0
 
-    assert contents(tmp_path / "new") == contents(tmp_path / "n")
-    new = {n.split(".")[0]: json.loads(t) for n, t in contents(tmp_path / "new").items()}
-    generations = {
-        name: [choice["generation"] for choice in pack["tunings"][0]["choices"]]
-        for name, pack in new.items()
-    }
-    assert generations == {"add_one": [1, 1], "kernel": [2]}
+    def generations(name: str) -> dict[str, list[int]]:
+        new = {n.split(".")[0]: json.loads(t) for n, t in contents(tmp_path / name).items()}
+        return {
+            name: [choice["generation"] for choice in pack["tunings"][0]["choices"]]
+            for name, pack in new.items()
+        }
+
+    assert generations("old") == {"add_one": [1, 1], "kernel": [2]}, "add_one is in the pack alone"
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "old").iterdir()} == {0o644}
+    safetune("export", "--into", tmp_path / "new" / "packs")
+    assert generations("new/packs") == {"kernel": [2]}, "a pack that is not there yet"
+    before = contents(tmp_path / "older")
+    elsewhere("empty")
+    assert "no choice is stored yet" not in safetune("import", tmp_path / "old").stdout
+    safetune("export", "--into", tmp_path / "older")
+    assert contents(tmp_path / "older") == contents(tmp_path / "old") != before
 
 
-def test_pack(
-    safetune: Any, tuned: Any, tmp_path: Path, elsewhere: Any, monkeypatch: Any, targets: Path
-) -> None:
-    """For a container: what is stored, and what packs have; readable for all."""
-    safetune("export", tmp_path / "mounted", "--kernel", "kernel")
-    elsewhere("other")
-    safetune("tune", f"{targets / 'add.py'}:add_one")
-    monkeypatch.setenv("SAFETUNE_PACKS", f"{tmp_path / 'mounted'}:{tmp_path / 'nowhere'}")
-
-    done = safetune("pack", tmp_path / "image" / "packs")
-
-    assert done.exit_code == 0
-    assert done.stdout.endswith(f"use it with SAFETUNE_PACKS={tmp_path / 'image' / 'packs'}\n")
-    packed = sorted((tmp_path / "image" / "packs").iterdir())
-    assert [path.name.split(".")[0] for path in packed] == ["add_one", "kernel"]
-    assert {path.stat().st_mode & 0o777 for path in packed} == {0o644}
-    assert (tmp_path / "image" / "packs").stat().st_mode & 0o777 == 0o755
-    assert "exists and is not empty" in safetune.error("pack", tmp_path / "image" / "packs")
+def test_a_place_to_merge_into_stands_alone(safetune: Any, tuned: Any, tmp_path: Path) -> None:
+    for words in ((), (tmp_path, "--into", tmp_path), ("--into", tmp_path, "--format", "hf")):
+        result = safetune("export", *words)
+        assert result.exit_code == 2, words
+        assert "--into PACK" in result.stderr
 
 
 def test_nothing_is_stored(safetune: Any, tmp_path: Path, cache_dir: Path) -> None:
-    for command in ("export", "pack"):
-        assert safetune.error(command, tmp_path / "out") == (
+    for words in ((), ("--into",)):
+        assert safetune.error("export", *words, tmp_path / "out") == (
             "Error: no choice is stored yet; run `safetune tune` first"
         )
     assert not (tmp_path / "out").exists()

@@ -26,7 +26,7 @@ BLOCKS = (64, 48, 4, 128, 256)
 def trials(safetune: Any) -> dict[tuple[int, int], dict[str, Any]]:
     """Return the stored trials by size and block."""
     found = safetune.json("show", "add_one")
-    return {(trial["call"]["values"][0][1], trial["config"]["BLOCK"]): trial for trial in found}
+    return {(trial["call"]["values"]["N"], trial["config"]["BLOCK"]): trial for trial in found}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`safetune list`, `show`, `path` and `clear`."""
+"""`safetune list`, `show` and `clear`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.outcome import duration
+from safetune.outcome import Outcome, Verdict, duration
+from safetune.store.local.reading import tables
+from safetune.store.local.store import Store
+from safetune.store.records import Failure, RecordedCall
+from safetune.store.schema import seconds
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
 DATABASE = "safetune.db"
-
-
-@pytest.fixture
-def tuned(safetune: Any, targets: Path) -> dict[str, Any]:
-    """What `tune` said of `add_one` at two shapes and of another kernel."""
-    return safetune.json("tune", targets / "add.py")
 
 
 def block_of(words: list[str], lines: list[str]) -> int:
@@ -42,7 +41,7 @@ class TestEmpty:
     @pytest.mark.parametrize(
         ("words", "stdout"),
         [
-            (("list",), "No choice is stored yet; run `safetune tune` first.\n"),
+            (("list",), "No choice is stored yet: launch a kernel, or run `safetune tune`.\n"),
             (("list", "--json"), "[]\n"),
         ],
         ids=["text", "json"],
@@ -68,12 +67,6 @@ class TestEmpty:
         assert result.stdout == (f"{json.dumps(error, indent=2)}\n" if options else "")
         assert not cache_dir.exists()
 
-    def test_path(self, safetune: Any, cache_dir: Path) -> None:
-        assert safetune("path").stdout == f"{cache_dir / DATABASE}\n"
-        here = {"path": str(cache_dir / DATABASE), "network": "", "shared": ""}
-        assert safetune.json("path") == {**here, "exists": False}
-        assert not cache_dir.exists()
-
 
 class TestList:
     def test_json(self, safetune: Any, tuned: dict[str, Any]) -> None:
@@ -81,9 +74,9 @@ class TestList:
 
         assert [entry["kernel"] for entry in listed] == ["add_one", "add_one", "kernel"]
         assert [entry["call"]["values"] for entry in listed] == [
-            [["N", 100]],
-            [["N", 300]],
-            [["N", 100]],
+            {"N": 100},
+            {"N": 300},
+            {"N": 100},
         ]
         chosen = {
             (trial["kernel"], trial["shape"]): trial["timing"]["median_ms"]
@@ -113,10 +106,10 @@ class TestList:
         first = lines[lines.index(titles[0]) + 2 :]
         assert first[0] == "all: dtype=float32"
         assert first[1].endswith("num_warps=4 num_stages=3")
-        today = time.strftime("%Y-%m-%d", time.localtime(listed[0]["created"]))
+        today = time.strftime("%Y-%m-%d", time.localtime(seconds(listed[0]["created"])))
         rows = [line.split() for line in lines if line.split()[0] in ("100", "300")]
         for words, entry in zip(rows[:2], listed[:2], strict=True):
-            assert words[0] == str(entry["call"]["values"][0][1])
+            assert words[0] == str(entry["call"]["values"]["N"])
             assert block_of(words, lines) == entry["config"]["BLOCK"]
             assert words[-4:] == [*duration(entry["median_ms"]).split(), today, "here"]
 
@@ -128,7 +121,7 @@ class TestList:
 
         def listed(*options: str) -> list[tuple[str, int]]:
             found = safetune.json("list", *options)
-            return [(entry["kernel"], entry["call"]["values"][0][1]) for entry in found]
+            return [(entry["kernel"], entry["call"]["values"]["N"]) for entry in found]
 
         everything = [("add_one", 100), ("add_one", 300), ("kernel", 100)]
         assert listed() == everything, "kernels of one source are one kernel, in any file"
@@ -189,9 +182,7 @@ class TestShow:
             for name in ("verdict", "label", "detail", "message", "timing", "chosen"):
                 assert trial[name] == was[name], name
             assert trial["generation"] == 1
-        assert [trial["call"]["values"] for trial in shown] == [[["N", 100]]] * 2 + [
-            [["N", 300]]
-        ] * 2
+        assert [trial["call"]["values"] for trial in shown] == [{"N": 100}] * 2 + [{"N": 300}] * 2
 
     def test_failed_configs_too(self, safetune: Any, targets: Path) -> None:
         assert safetune("tune", f"{targets / 'faulty.py'}:hopeless").exit_code == 1
@@ -208,6 +199,24 @@ class TestShow:
         assert any(line.split()[0] == "64" and "died(SIGSEGV)" in line for line in lines if line)
         assert "choice   no config works" in lines
         assert any("BLOCK=48" in line and "power of 2" in line for line in lines)
+
+    def test_failures_with_other_calls(
+        self, safetune: Any, tuned: dict[str, Any], cache_dir: Path
+    ) -> None:
+        """Regression: a config that works for one call of a key hid that it fails for another."""
+        store = Store.open(cache_dir)
+        ((_, (trial, *_)),) = store.trials_of("kernel")
+        failed = Outcome(Verdict.OUT_OF_RESOURCES, message="needs 300 KB of shared memory")
+        store.put_trial(replace(trial, elsewhere=(Failure(failed, time.time()),)))
+        store.close()
+
+        lines = [line.strip() for line in safetune("show", "kernel").stdout.splitlines()]
+        (shown, _) = safetune.json("show", "kernel")
+
+        told = "out_of_resources with another call: needs 300 KB of shared memory"
+        assert [line for line in lines if told in line] == [f"BLOCK=64: {told}"]
+        assert [other["label"] for other in shown["with_other_calls"]] == ["out_of_resources"]
+        assert shown["verdict"] == "ok"
 
     def test_a_summary_of_several_keys(self, safetune: Any, tuned: dict[str, Any]) -> None:
         """A row for each: the choice, its time, and the gain over the first config."""
@@ -226,7 +235,7 @@ class TestShow:
         assert not any("*" in line for line in lines)
 
     def test_everything_about_one_key(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        (one,) = [t for t in safetune.json("list") if t["call"]["values"] == [["N", 300]]]
+        (one,) = [t for t in safetune.json("list") if t["call"]["values"] == {"N": 300}]
         trials = [t for t in tuned["trials"] if (t["kernel"], t["shape"]) == ("add_one", "large")]
 
         lines = safetune("show", "add_one", "--key", "N=300").stdout.splitlines()
@@ -242,10 +251,9 @@ class TestShow:
         assert facts["next"].startswith(f"{other['config']}, ")
         assert facts["configs"] == "2: 2 timed"
         heading = next(line for line in lines if "verdict" in line)
-        rows = lines[lines.index(heading) + 2 :]
+        rows = list(filter(None, lines[lines.index(heading) + 2 :]))
         assert [row.startswith("*") for row in rows] == [True, False], "the fastest first"
-        assert rows[0].split()[-1] == "1.00"
-        assert safetune("explain", "add_one", "--key", "N=300").stdout.splitlines() == lines
+        assert rows[0].split()[5:7] == ["1.00", "█" * 10]
 
     def test_the_classes_of_the_key_names_as_the_source_has_them_now(
         self, safetune: Any, targets: Path, tmp_path: Path
@@ -269,7 +277,7 @@ class TestShow:
             if line.startswith("names ")
         ]
         file.unlink()
-        sys.modules["safetune.cli.show"]._classes_of_names.cache_clear()
+        sys.modules["safetune.cli.show"]._classes_in.cache_clear()
         without = safetune("show", "add_one").stdout
 
         assert names.startswith("N: read by the body (phantom.py:")
@@ -283,12 +291,22 @@ class TestShow:
 
         source = safetune("show", "add_one", "--python").stdout
 
-        configs = eval(f"[{source}]", {"triton": triton})
-        assert [config.kwargs["BLOCK"] for config in configs] == [
-            entry["config"]["BLOCK"] for entry in listed
-        ]
-        assert [(config.num_warps, config.num_stages) for config in configs] == [(4, 3)] * 2
-        assert source.startswith("# add_one for N=100 float32 on ")
+        given: dict[str, Any] = {}
+
+        def decorator(**arguments: Any) -> Any:
+            given.update(arguments)
+            return lambda function: function
+
+        exec(f"{source}def kernel(): pass", {"triton": triton, "safetune": decorator})
+        blocks = [config.kwargs["BLOCK"] for config in given["configs"]]
+        assert blocks == list(dict.fromkeys(entry["config"]["BLOCK"] for entry in listed))
+        assert {(config.num_warps, config.num_stages) for config in given["configs"]} == {(4, 3)}
+        assert given["key"] == ["N"]
+        first, *_, last = source.splitlines()
+        assert first.startswith("# add_one on ")
+        assert first.endswith(": chosen for 2 keys")
+        assert last == ")"
+        assert f"# N=300 float32 {duration(listed[1]['median_ms'])}\n" in source
 
     @pytest.mark.parametrize("way", ["imported", "shared"])
     def test_a_choice_that_was_made_elsewhere_has_its_time_and_where_it_is_from(
@@ -331,20 +349,17 @@ class TestShow:
         assert (data["chosen"], data["config"]) == (True, listed[0]["config"])
         assert data["origin"] == ("import" if way == "imported" else url)
 
+    def test_options_that_match_nothing(self, safetune: Any, tuned: dict[str, Any]) -> None:
+        assert "'77' is not NAME=VALUE" in safetune("show", "add_one", "--key", "77").stderr
+        assert safetune.error("show", "add_one", "--key", "M=77") == (
+            "Error: M is not in the key of add_one, which has N, dtype"
+        )
+        assert "'tomorrow' is not a day" in safetune("list", "--since", "tomorrow").stderr
+
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("show", "add_two") == (
             "Error: no kernel named 'add_two' is stored; stored kernels: add_one, kernel"
         )
-
-
-class TestPath:
-    def test_it_is_where_the_database_is(
-        self, safetune: Any, tuned: dict[str, Any], cache_dir: Path
-    ) -> None:
-        assert (cache_dir / DATABASE).is_file()
-        assert safetune("path").stdout == f"{cache_dir / DATABASE}\n"
-        here = {"path": str(cache_dir / DATABASE), "network": "", "shared": ""}
-        assert safetune.json("path") == {**here, "exists": True}
 
 
 class TestClear:
@@ -384,7 +399,7 @@ class TestClear:
         terminal.type(answer)
 
         assert process.wait(90) == (0 if left == 1 else 1)
-        assert line.strip().startswith(f"{targets / 'add.py'}: 2 keys on ")
+        assert line.strip().startswith(f"add_one, {targets / 'add.py'}: 2 keys on ")
         assert len(safetune.json("list")) == left
 
     def test_kernels_of_one_name_in_several_files(
@@ -406,13 +421,44 @@ class TestClear:
     def test_narrowed_by_device_and_age(self, safetune: Any, tuned: dict[str, Any]) -> None:
         nothing = "Error: no key of add_one matches these options; `safetune show add_one`"
 
-        assert safetune.error("clear", "add_one", "--older-than", "1", "--yes") == nothing
+        assert safetune.error("clear", "add_one", "--unused-for", "1d", "--yes") == nothing
         assert safetune.error("clear", "add_one", "--device", "H100", "--yes") == nothing
-        assert safetune.json("clear", "add_one", "--older-than", "0", "--yes")["cleared"] == 2
+        assert safetune.json("clear", "add_one", "--unused-for", "0h", "--yes") == {
+            "kernel": "add_one",
+            "cleared": 2,
+            "left_shared": 0,
+        }
 
-    def test_json(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        assert safetune.json("clear", "kernel", "--yes") == {"kernel": "kernel", "cleared": 1}
-        assert safetune("clear", "add_one", "--yes").stdout == "cleared 2 keys of add_one\n"
+    def test_what_was_not_used_for_long_of_all_kernels(
+        self, safetune: Any, tuned: dict[str, Any], cache_dir: Path
+    ) -> None:
+        """A key is as old as its newest trial, choice or recorded call."""
+        store = Store.open(cache_dir)
+        _, again, recorded = store.keys()
+        with store.connection.transaction() as connection:
+            for table in ("trial", "choice"):  # the columns count, whatever the checksums say
+                connection.execute(f"UPDATE {table} SET created = 1.0")
+            connection.execute(
+                "UPDATE trial SET created = ? WHERE key = ?", (time.time(), again.digest)
+            )
+        store.put_call(RecordedCall(recorded.digest, "kernel", "add:kernel", {}, time.time()))
+        store.close()
+
+        assert safetune.error("clear", "--unused-for", "90d") == (
+            "Error: give --yes to delete 1 key of 1 kernel"
+        )
+        result = safetune("clear", "--unused-for", "90d", "--yes")
+
+        assert result.stdout == "cleared 1 key of 1 kernel\n"
+        store = Store.open(cache_dir)
+        assert [key.digest for key, _ in store.trials_of()] == [again.digest, recorded.digest]
+        with tables(store.connection) as database:
+            chosen = {row["key"] for row in database["choice"].rows}
+        assert chosen == {again.digest, recorded.digest}
+        store.close()
+        nothing = safetune("clear")
+        assert nothing.exit_code == 2
+        assert "Give a KERNEL, or --unused-for TIME" in nothing.stderr
 
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("clear", "add_two") == (

@@ -43,13 +43,12 @@ def test_the_live_line(
 
     line = terminal.wait_for("measures BLOCK=64 ")
 
-    assert line.startswith("1/1 slow_to_end vector ")
-    assert " 3/4 " in line
-    assert " 1 failed " in line
+    assert line.startswith("1/1 slow_to_end ━")
+    assert " 3/4 1 failed best " in line
     stored = [trial["timing"] for trial in safetune.json("show", "slow_to_end")]
     medians = [timing["median_ms"] for timing in stored if timing is not None]
     assert len(medians) == 2
-    assert f" best {duration(min(medians))} " in line
+    assert f" best {duration(min(medians))} (" in line
     fifo.let_go()
     assert process.wait(DEADLINE_S) == 0
     terminal.read_to_the_end()
@@ -98,7 +97,7 @@ def test_ctrl_c(
     kept_line, last = stderr.decode().splitlines()
     assert re.fullmatch(
         r"safetune: interrupted; \d of 4 configs of slow_to_end for .* are stored, and the next "
-        "tuning goes on from there",
+        "tuning continues from there",
         kept_line,
     )
     assert last == "Interrupted."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def store(cache_dir: Path) -> None:
         values = [[name, value] for name, value in {**VALUES, "T_BUCKET": length}.items()]
         call = {"values": values, "dtypes": [["q", "bfloat16"], ["g", "float32"]], "options": []}
         toolchain = {"triton": "3.6.0", "backend": "cuda", "target": "cuda:90", "environment": {}}
-        file = ("chunk_fwd_kernel", f"{1:032x}", "", "/fla/chunk.py", 58)
+        file = ("chunk_fwd_kernel", f"{1:032x}", "/fla/chunk.py", 58)
         key = KeyRecord(f"{number:032x}", *file, encoding.digest(device), device, toolchain, call)
         store.put_key(key)
         trials = []
@@ -112,18 +114,6 @@ class TestWidths:
         assert "STATE_V_FIRST=False" in shared
 
 
-def test_where_not_even_the_values_fit_a_row_is_a_paragraph(
-    safetune: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Broken between its values only."""
-    monkeypatch.setenv("COLUMNS", "22")
-
-    lines = safetune("show", "chunk_fwd_kernel", "--all").stdout.splitlines()
-
-    row = [line.strip() for line in lines[lines.index("* BLOCK_SIZE_K=32") :]]
-    assert row[1:4] == ["BLOCK_SIZE_M=64", "BLOCK_SIZE_N=64", "verdict=ok"]
-
-
 @pytest.mark.parametrize("columns", ["0", "", "wide", "²", "-80"])
 def test_what_is_not_a_width_is_as_if_it_was_not_given(
     safetune: Any, monkeypatch: pytest.MonkeyPatch, columns: str
@@ -134,3 +124,26 @@ def test_what_is_not_a_width_is_as_if_it_was_not_given(
     monkeypatch.setenv("COLUMNS", columns)
 
     assert safetune("show", "chunk_fwd_kernel").stdout == whole
+
+
+def test_sources_that_were_tuned_earlier_are_folded(safetune: Any, cache_dir: Path) -> None:
+    """One key of an older source, whose configs and times are those of a key of the newer one."""
+    whole = safetune("list").stdout, safetune("show", "chunk_fwd_kernel").stdout
+    with contextlib.closing(Store.open(cache_dir)) as store:
+        key, trials = store.trials_of("chunk_fwd_kernel")[0]
+        old = replace(key, digest=f"{9:032x}", kernel_digest=f"{8:032x}")
+        store.put_key(old)
+        store.put_trial(*(replace(trial, key=old.digest, created=1.6e9) for trial in trials))
+        choice = store.choice(key.digest)
+        assert choice is not None
+        store.put_choice(replace(choice, key=old.digest, created=1.6e9))
+    note = "1 key of 1 source tuned earlier not shown; --all shows them\n"
+
+    assert safetune("list").stdout == whole[0] + note
+    assert safetune("show", "chunk_fwd_kernel").stdout == whole[1] + note
+    for words in (["list", "--all"], ["show", "chunk_fwd_kernel", "--all"]):
+        everything = safetune(*words).stdout
+        assert "source 00000000" in everything
+        assert f"{8:032x}"[:8] in everything
+        assert "tuned earlier" not in everything
+    assert len(safetune.json("list")) == 3, "programs get all of them"

@@ -194,7 +194,7 @@ class TestResolve:
                 tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
             (call,) = open_lookup(Settings.current()).store.calls()
             left_out: list[LeftOut] = []
-            found = sort_out([call], [], False, left_out)
+            found = sort_out([call], [], left_out)
             said = [each.reason for each in left_out]
             assert said == ([] if given else ["it was resolved without a grid"])
         (sketch,) = sketches(found, "cpu", False, [])
@@ -307,12 +307,12 @@ class TestTuning:
 
     def test_arrays_are_tuned_on_and_left_alone(self) -> None:
         tuner, src, dst = self.tuner(), np.ones(100, np.float32), np.zeros(100, np.float32)
-        begun = reporting.tunings_begun()
+        begun = reporting.tunings.begun
 
         found = tuner.resolve(dst, src, 100, grid=grid)
 
         assert found.provenance == "tuned"
-        assert reporting.tunings_begun() == begun + 1
+        assert reporting.tunings.begun == begun + 1
         assert not dst.any()
         again = self.tuner().resolve(abstract(100), abstract(100), 100, grid=grid)
         assert (again.provenance, again.metaparams) == ("stored", found.metaparams)
@@ -327,11 +327,11 @@ class TestTuning:
     def test_a_launch_through_torch_uses_what_was_resolved(self) -> None:
         found = self.tuner().resolve(abstract(100), np.ones(100, np.float32), 100, grid=grid)
         tuner, x, out = self.tuner(), torch.ones(100), torch.zeros(100)
-        begun = reporting.tunings_begun()
+        begun = reporting.tunings.begun
 
         tuner[grid](out, x, 100)
 
-        assert reporting.tunings_begun() == begun
+        assert reporting.tunings.begun == begun
         assert tuner.best_config.kwargs["BLOCK"] == found.metaparams["BLOCK"]
         assert (out == 2).all()
 

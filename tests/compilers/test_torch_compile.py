@@ -255,7 +255,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     (call,) = lookup_now().store.calls()
     assert (call.name, call.place) == ("scale_kernel", "scale:scale_kernel")
     all_left_out: list[LeftOut] = []
-    assert sort_out([call], [], False, all_left_out) == []
+    assert sort_out([call], [], all_left_out) == []
     (left_out,) = all_left_out
     assert left_out.words == "scale_kernel for n=100 (float32)"
     assert "safetune.prepare" in left_out.reason
@@ -265,7 +265,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     for _ in range(2):
         record.remember(missed.request(), lookup_now().store)
         left_out: list[LeftOut] = []
-        found = sort_out(lookup_now().store.calls(), [], False, left_out)
+        found = sort_out(lookup_now().store.calls(), [], left_out)
         (sketch,) = sketches(found, "cpu", False, left_out)
         task = sketch.make()
         assert left_out == []

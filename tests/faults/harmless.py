@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import triton.language as tl
 
 from safetune import safetune
 from safetune.isolation import child_handle
+from tests import stored_rows
 from tests.ready import is_ready
 
 #: An idle measuring child leaves after 2 s, and one that was let go of at once.
@@ -71,7 +71,7 @@ class Harmless:
         Every tuning marks its first config as `first`, which is left out.
         """
         columns = "config, verdict, detail, message, stderr, median_ms, marks"
-        connection = sqlite3.connect(f"file:{self._database}?mode=ro", uri=True)
+        connection = stored_rows.connected(self._database)
         with contextlib.closing(connection):
             found = connection.execute(f"SELECT {columns} FROM trial ORDER BY rowid").fetchall()
         marks = [[each for each in json.loads(row[6] or "[]") if each != "first"] for row in found]

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from safetune import Autotuner, InvalidConfig, InvalidSetting, NoWorkingConfig, safetune, settings
 from safetune.errors import PhantomKeyWarning
+from safetune.integrations.install import install
 from safetune.settings import Settings
 
 N = 256
@@ -122,12 +123,14 @@ class TestConfigs:
         configs = [triton.Config({"BLOCK": size}) for size in (33, 65)]
         kernel = safetune(configs=configs, key=["N"])(copy_kernel)
 
-        with pytest.raises(NoWorkingConfig) as caught:
+        with pytest.raises(Exception, match="power of 2") as caught:
             launch(kernel, device)
 
-        first, *rows, last = message(caught).splitlines()
+        assert not isinstance(caught.value, NoWorkingConfig), "Triton's own error"
+        (note,) = caught.value.__notes__
+        first, *rows, last = note.splitlines()
         assert "`safetune show copy_kernel`" in last
-        assert first == "none of the 2 configs of copy_kernel works for N=256 (float32):"
+        assert first == "safetune: none of the 2 configs of copy_kernel works for N=256 (float32):"
         for row, size in zip(rows, (33, 65), strict=True):
             assert row.startswith(f"  BLOCK={size} num_warps=4 num_stages=3  ")
             assert "error" in row
@@ -378,7 +381,8 @@ class TestAccepted:
             "src, N, BLOCK; ignored"
         ]
         assert isinstance(kernel, Autotuner)
-        assert kernel.keys == ["N"]
+        assert kernel.key_names == ["N"]
+        assert kernel.keys == ["N", "NC"]
         assert launch(kernel, device)
 
     def test_positional_parameters_of_the_decorator(self, device: str) -> None:
@@ -434,8 +438,7 @@ class TestEnvironment:
             Settings.current()
             Settings.current()
         assert [str(each.message) for each in caught] == [
-            "safetune: 'SAFETUNE_MOD' (did you mean 'SAFETUNE_MODE'?) is set; there is "
-            "no such variable"
+            "safetune: unknown setting 'SAFETUNE_MOD' (did you mean 'SAFETUNE_MODE'?)"
         ]
 
     @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
@@ -444,19 +447,24 @@ class TestEnvironment:
         self, monkeypatch: pytest.MonkeyPatch, name: str, value: str
     ) -> None:
         monkeypatch.setenv(name, value)
-        with pytest.warns(UserWarning, match=f"safetune: {name}='{value}' is not a number"):
+        with pytest.warns(UserWarning, match=f"{name}='{value}' is not a positive integer"):
             found = Settings.current()
         assert (found.world_size, found.local_world_size) == (1, 1)
 
     @pytest.mark.parametrize(
         "value", ["NB", "kernel:", ":NB", "kernel:NB;other:M", "a b:NB", "k:1"]
     )
-    def test_names_to_keep_that_are_malformed(
+    def test_names_to_keep_that_are_malformed(self, value: str) -> None:
+        with pytest.raises(InvalidSetting, match=r"^keep=.* is not a list of kernel:name"):
+            install(keep=[value])
+
+    @pytest.mark.parametrize("value", ["my kernel", "a:b", "kernel;other", "lib/kernel"])
+    def test_kernels_to_leave_that_are_malformed(
         self, monkeypatch: pytest.MonkeyPatch, value: str
     ) -> None:
-        monkeypatch.setenv("SAFETUNE_KEEP", value)
-        with pytest.raises(InvalidSetting, match=r"^SAFETUNE_KEEP=.* is not a list of kernel:name"):
-            safetune(configs=CONFIGS, key=["N"])(copy_kernel)
+        monkeypatch.setenv("SAFETUNE_LEAVE", f"fine,{value}")
+        with pytest.raises(InvalidSetting, match=f"^SAFETUNE_LEAVE has {value!r}, which is not"):
+            Settings.current()
 
     def test_every_variable_that_is_read_is_known(self) -> None:
         text = Path(settings.__file__).read_text()

@@ -34,7 +34,7 @@ with warnings.catch_warnings(record=True) as warned:
         kernel[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](x, 100)
 assert (x == 4).all()
 print(*(str(each.message).partition(":")[2] for each in warned), sep="\\n")
-print(reporting.tunings_begun(), kernel.best_config)
+print(reporting.tunings.begun, kernel.best_config)
 """
 
 

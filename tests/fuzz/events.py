@@ -8,11 +8,13 @@ and is then the same but for these.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from safetune.triton_internals import version
+from tests.fuzz import programs
 from tests.fuzz.kernels import BY_POSITION, CONFIG_OPTIONS, OPTIONS, Parameter, Spec
 
 #: Kinds of change, with how often each comes.
@@ -108,6 +110,14 @@ class Tensor:
     dtype: str
     start: int
     kind: str = "tensor"
+
+
+@dataclass(frozen=True)
+class Made:
+    """An object of `programs.OBJECTS`."""
+
+    kind: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -261,6 +271,10 @@ def _is_given(rng: random.Random, parameter: Parameter) -> bool:
 
 
 def _value(rng: random.Random, parameter: Parameter) -> Any:
+    token = zlib.crc32(repr(parameter).encode())
+    if parameter.kind == "constant" and token % 3 == 0 and rng.random() < 0.7:
+        # All of one kind, so that they meet.
+        return Made(programs.OBJECTS[token // 3 % len(programs.OBJECTS)], rng.randrange(3))
     odd = rng.random() < 0.12
     return rng.choice((_ODD if odd else _USUAL)[parameter.kind])
 

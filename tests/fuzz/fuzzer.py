@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from safetune.errors import SafetuneError
 from safetune.launch import fast_path_codegen
-from tests.fuzz import changes, events, kernels
+from tests.fuzz import changes, events, kernels, programs, tuned
 from tests.fuzz.events import FEATURES, Call, Change
 from tests.fuzz.sides import HASH, ByParameter, Record, Side
 
@@ -34,6 +34,7 @@ LENGTH = 40
 #: GPU so are the compiler's instrumentation, and text that is not in a file.
 UNSAFE = {
     "stub": frozenset[str](),
+    "tuned": frozenset[str](),
     "interpreter": frozenset({"odd values", "missing and extra arguments"}),
     "gpu": frozenset(
         {
@@ -119,7 +120,7 @@ def _without(record: Record, names: Collection[str]) -> Record:
 
 
 def _equal(described: Any) -> Any:
-    """Return what a binary has for a parameter, the same for equal constants of other types.
+    """Return what a binary has for a parameter, the same for constants that Triton takes for one.
 
     Triton finds a binary by constants that are equal: the one made for False also launches for 0.
     So which one it is depends on what was launched before, and that differs where a name is pinned.
@@ -131,6 +132,8 @@ def _equal(described: Any) -> Any:
         return kind, *map(_equal, rest)
     if kind == "tuple":
         return kind, *(_equal(each) if isinstance(each, tuple) else each for each in rest)
+    if kind == "made":  # Triton finds a binary by the texts of constants
+        return kind, rest[0]
     if kind in ("bool", "int", "float"):
         number = {"True": "1", "False": "0", "-0.0": "0"}.get(rest[0], rest[0])
         return "number", number.removesuffix(".0")
@@ -173,8 +176,19 @@ class Case:
             spec = replace(spec, closure=False)
         return spec, events.allowed(sequence, spec, self.off)
 
+    @property
+    def size(self) -> int:
+        """The number of events."""
+        if self.mode == "tuned":
+            return len(tuned.drawn(self.seed, frozenset(), self.kept)[1])
+        return len(self.drawn()[1])
+
     def run(self, counts: Counts) -> str:
         """Run both sides; return the first difference, or ""."""
+        if self.mode == "tuned":
+            launches, found = tuned.run(*tuned.drawn(self.seed, self.off, self.kept))
+            counts.launches += launches
+            return found
         spec, sequence = self.drawn()
         device = stub_device() if self.mode == "stub" else contextlib.nullcontext()
         with device, _sides(spec, self.mode) as sides, changes.switches() as turned:
@@ -256,7 +270,7 @@ def smallest(case: Case) -> Case:
         except Exception:
             return True
 
-    kept = list(range(len(Case(case.seed, case.mode).drawn()[1])))
+    kept = list(range(Case(case.seed, case.mode).size))
     size = len(kept) // 2
     while size:
         start = 0
@@ -268,7 +282,8 @@ def smallest(case: Case) -> Case:
                 start += size
         size //= 2
     off = set(case.off)
-    for feature in sorted(FEATURES - off):
+    features = tuned.FEATURES if case.mode == "tuned" else FEATURES
+    for feature in sorted(features - off):
         if fails(off | {feature}, kept):
             off.add(feature)
     return Case(case.seed, case.mode, frozenset(off), tuple(kept))
@@ -276,11 +291,13 @@ def smallest(case: Case) -> Case:
 
 def shown(case: Case) -> str:
     """Return a case as text: its kernel, its events and the difference."""
-    spec, sequence = case.drawn()
     try:
         difference = case.run(Counts())
     except Exception as error:
         difference = f"{type(error).__name__}: {error}"
+    if case.mode == "tuned":
+        return f"{programs.shown(*tuned.drawn(case.seed, case.off, case.kept))}\n{difference}"
+    spec, sequence = case.drawn()
     body = kernels.text_of(spec).partition("class Below")[2].partition("\n\n\n")[2] or ""
     lines = [body, f"key={spec.key} phantom={spec.phantom}", *map(str, spec.configs)]
     lines += [f"below={spec.below}", f"above={spec.above}", *map(str, sequence), difference]
@@ -307,16 +324,19 @@ def fuzz(seed: int, launches: int, mode: str, off: Collection[str] = ()) -> Coun
     """
     counts = Counts()
     off = frozenset(off) | UNSAFE[mode]
-    while counts.launches < launches:
-        case = Case(seed * 1_000_003 + counts.cases, mode, off)
-        counts.cases += 1
-        try:
-            different = case.run(counts)
-        except Exception as error:
-            different = repr(error)
-        if different:
-            found = smallest(case)
-            raise Different(f"make fuzz FUZZ_CASE='{found}'\n{shown(found)}")
-        if counts.cases % 200 == 0:
-            gc.collect()
+    try:
+        while counts.launches < launches:
+            case = Case(seed * 1_000_003 + counts.cases, mode, off)
+            counts.cases += 1
+            try:
+                different = case.run(counts)
+            except Exception as error:
+                different = repr(error)
+            if different:
+                found = smallest(case)
+                raise Different(f"make fuzz FUZZ_CASE='{found}'\n{shown(found)}")
+            if counts.cases % 200 == 0:
+                gc.collect()
+    finally:
+        tuned.other.close()
     return counts

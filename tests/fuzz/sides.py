@@ -28,7 +28,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from safetune import safetune
-from tests.fuzz.events import Call, Tensor, arguments
+from tests.fuzz import programs
+from tests.fuzz.events import Call, Made, Tensor, arguments
 from tests.fuzz.kernels import SIZE, ConfigSpec, Layer, Parameter, Spec
 from tests.launch.conftest import Machine
 
@@ -133,6 +134,8 @@ def binary_of(src: Any, options: Mapping[str, Any]) -> ByParameter:
 
 def plain(value: Any) -> Any:
     """Return a value with its type, as something that can be compared, whichever side has it."""
+    if id(value) in programs.described:
+        return "made", *programs.described[id(value)]
     if isinstance(value, torch.Tensor):
         where = value.storage_offset(), value.data_ptr() % 16, tuple(value.shape)
         return "tensor", type(value).__name__, str(value.dtype), where
@@ -270,7 +273,8 @@ class Side:
             if hasattr(value, "dtype"):
                 parts += [str(value.dtype)] * (each.kind != "constant")
             elif each.name in self.keys and self._surely_reads(each):
-                parts.append((each.name, type(value).__name__, repr(value) if value else ""))
+                shown = programs.described.get(id(value)) or (repr(value) if value else "")
+                parts.append((each.name, type(value).__name__, shown))
         return configs[zlib.crc32(repr(parts).encode()) % len(configs)]
 
     def _surely_reads(self, parameter: Parameter) -> bool:
@@ -294,6 +298,8 @@ class Side:
         """Return an argument of this side's own."""
         if value == "dtype":
             return torch.float16
+        if isinstance(value, Made):
+            return programs.made(value.kind, value.number)
         if not isinstance(value, Tensor):
             return value
         found = self.memory[value.dtype][value.start :]

@@ -16,8 +16,14 @@ FRESH = random.SystemRandom().randrange(1 << 32)
 
 @pytest.mark.parametrize(
     ("seed", "mode", "launches"),
-    [(1, "stub", 1000), (FRESH, "stub", 600), (1, "interpreter", 30), (FRESH, "interpreter", 30)],
-    ids=["fixed, stub", "fresh, stub", "fixed, interpreter", "fresh, interpreter"],
+    [
+        (1, "stub", 1000),
+        (FRESH, "stub", 600),
+        (1, "interpreter", 30),
+        (FRESH, "interpreter", 30),
+        (FRESH, "tuned", 150),
+    ],
+    ids=["fixed, stub", "fresh, stub", "fixed, interpreter", "fresh, interpreter", "fresh, tuned"],
 )
 def test_launches_are_as_by_stock_triton(seed: int, mode: str, launches: int) -> None:
     """A failure prints the command that runs the smallest such case again."""

@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import os
 import select
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests import stored_rows
 
 HERE = Path(__file__).resolve().parent
 
@@ -135,7 +136,7 @@ def choices(cache_dir: Path) -> Callable[[], list[tuple[str, int]]]:
 
 
 def _query(cache_dir: Path, statement: str) -> list[tuple[Any, ...]]:
-    connection = sqlite3.connect(f"file:{cache_dir / 'safetune.db'}?mode=ro", uri=True)
+    connection = stored_rows.connected(cache_dir / "safetune.db")
     with contextlib.closing(connection):
         return connection.execute(f"{statement} ORDER BY rowid").fetchall()
 

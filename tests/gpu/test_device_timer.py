@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from safetune.both import cuda_driver
+from safetune.both.device_bytes import DeviceBytes
+from safetune.both.protocol import Budget
+from safetune.both.timing import measure
 from safetune.child.device import DeviceTimer
-from safetune.isolation import cuda_driver
-from safetune.isolation.device_bytes import DeviceBytes
-from safetune.isolation.protocol import Budget
-from safetune.launch.timing import measure
 
 pytestmark = pytest.mark.gpu
 

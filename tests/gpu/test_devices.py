@@ -15,7 +15,7 @@ import torch
 import triton
 
 from safetune import safetune
-from safetune.isolation import backend, cuda, cuda_driver
+from safetune.both import backend, cuda, cuda_driver
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 import safetune
-from safetune.isolation import cuda_driver
+from safetune.both import cuda_driver
 from safetune.miss import reporting
 
 safetune.install()
@@ -47,10 +47,10 @@ except safetune.MissingChoice:
     print("missing")
 print(cuda_driver.may_start(), torch.cuda.is_initialized(), flush=True)
 if (worker := os.fork()) == 0:
-    print(launched(), reporting.tunings_begun(), flush=True)
+    print(launched(), reporting.tunings.begun, flush=True)
     os._exit(0)
 assert os.waitpid(worker, 0)[1] == 0
-print(launched(), reporting.tunings_begun())
+print(launched(), reporting.tunings.begun)
 """
 
 

@@ -28,8 +28,8 @@ MIB = 1 << 20
 #: Maps shared memory as a child does, and writes to it with a kernel.
 WRITER = """
 import sys
-from safetune.isolation.cuda_driver import DriverError, load
-from safetune.isolation.device_bytes import DeviceBytes, View
+from safetune.both.cuda_driver import DriverError, load
+from safetune.both.device_bytes import DeviceBytes, View
 fd, size, offset = map(int, sys.argv[1:])
 where = DeviceBytes(load(), 0, "cuda:0")
 mapped = where.mapped(fd, size)

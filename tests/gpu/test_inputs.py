@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from safetune import safetune
 from safetune.child.arguments import Arguments
 from safetune.inputs.snapshot import Snapshot
 from safetune.isolation import measuring_child
+from tests import stored_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,7 @@ def marks(cache_dir: Path) -> Callable[[], list[list[str]]]:
     """A function that returns the marks of every trial in the test's store."""
 
     def read() -> list[list[str]]:
-        connection = sqlite3.connect(f"file:{cache_dir / 'safetune.db'}?mode=ro", uri=True)
+        connection = stored_rows.connected(cache_dir / "safetune.db")
         try:
             rows = connection.execute("SELECT marks FROM trial ORDER BY rowid").fetchall()
         finally:

@@ -77,24 +77,24 @@ def arrays(n: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
 
 def test_tuned_outside_jit_and_traced_inside(tuner: Any) -> None:
     x, y = arrays(10_000)
-    add, begun = adding(tuner), reporting.tunings_begun()
+    add, begun = adding(tuner), reporting.tunings.begun
 
     eager = add(x, y)
     traced = jax.jit(add)(x, y)
 
     assert (eager == x + y).all()
     assert (traced == x + y).all()
-    assert reporting.tunings_begun() == begun + 1
+    assert reporting.tunings.begun == begun + 1
 
 
 def test_a_choice_made_through_torch_serves_jax(tuner: Any) -> None:
     a, b, out = (torch.randn(5000, device="cuda") for _ in range(3))
     tuner[lambda meta: (triton.cdiv(5000, meta["BLOCK"]),)](a, b, 5000, out)
-    begun = reporting.tunings_begun()
+    begun = reporting.tunings.begun
     x, y = arrays(5000)
 
     assert (jax.jit(adding(tuner))(x, y) == x + y).all()
-    assert reporting.tunings_begun() == begun
+    assert reporting.tunings.begun == begun
     found = tuner.resolve(x, y, 5000, x, grid=(1,))
     assert found.config is tuner.best_config
     assert found.scratch_bytes == 0
@@ -161,7 +161,7 @@ def test_a_kernel_with_one_pointer_for_an_input_and_its_output(
     for call in (by_reference, by_alias, jax.jit(by_alias), jax.jit(by_reference)):
         assert (call(x, y) == before + y).all()
         assert (x == before).all()
-    assert reporting.tunings_begun() > 0
+    assert reporting.tunings.begun > 0
 
 
 def test_a_miss_while_tracing(tuner: Any) -> None:

@@ -152,9 +152,10 @@ def test_a_background_tuning_replaces_the_fallback(
     written: queue.Queue[Any] = queue.Queue()
 
     class Swaps(KeyStates):
-        def publish(self, state: KeyState, config: Any, choice: Any) -> None:
-            super().publish(state, config, choice)
-            written.put(config.kwargs["BLOCK"])
+        def publish(self, state: KeyState) -> None:
+            super().publish(state)
+            if state.hit is not None:
+                written.put(state.hit.kwargs["BLOCK"])
 
     kernel.states = Swaps(kernel)
     a = torch.randn(10_000, device=device)

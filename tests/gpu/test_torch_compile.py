@@ -140,9 +140,11 @@ def direct(x, y):
 def op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return launch(torch.library.wrap_triton(tuner), x, y)
 
+from types import SimpleNamespace
 from safetune.miss import resolve
 chosen = next(place for place, c in enumerate(configs) if c.kwargs["BLOCK"] == block)
-resolve.stored = lambda *rest: (tuner.configs[chosen], ())  # a choice of this process
+plan = SimpleNamespace(config=tuner.configs[chosen])
+resolve.stored = lambda *rest: plan  # a choice of this process
 from torch._inductor.utils import run_and_get_code
 function = torch.compile(op if as_op else direct, fullgraph=True)
 result, codes = run_and_get_code(function, x, y)

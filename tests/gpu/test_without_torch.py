@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
 from safetune.isolation import child_handle
-from safetune.isolation.cuda import Cuda
+from safetune.tuning import bench
 
 pytestmark = pytest.mark.gpu
 
@@ -197,7 +198,8 @@ CASES = (
 @pytest.fixture(params=[True, False], ids=["light", "full"])
 def without_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     child_handle.idle.drop()  # the child of another test may have torch
-    monkeypatch.setattr(Cuda, "needs_torch", not request.param)
+    if not request.param:
+        monkeypatch.setattr(bench, "_asks_for_torch", lambda call: True)
     return bool(request.param)
 
 
@@ -210,6 +212,80 @@ def test_a_call_is_tuned(make: Callable[[str], Case], without_torch: bool, devic
     timings = case.kernel.configs_timings.values()
     assert all(0 < times[0] < float("inf") for times in timings)
     assert ("torch" in case.kernel.tuning_phases) == (case.asks or not without_torch)
+
+
+@triton.jit
+def flag_kernel(x, out, n, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offset, tl.load(x + offset, mask=offset < n) * 0 + FLAG, mask=offset < n)
+
+
+def with_mode(device: str) -> torch.Tensor:
+    x = torch.zeros(4096, device=device)
+    x.scale_mode = 3  # type: ignore[attr-defined]
+    return x
+
+
+def parameter(device: str) -> torch.Tensor:
+    return torch.nn.Parameter(torch.zeros(4096, device=device))
+
+
+def rows(device: str) -> torch.Tensor:
+    return torch.zeros(64, 64, device=device)
+
+
+FACTS: tuple[tuple[Callable[[Any], Any], Callable[[str], torch.Tensor]], ...] = (
+    (lambda x: x.scale_mode == 3, with_mode),
+    (lambda x: x.requires_grad, parameter),
+    (lambda x: isinstance(x, torch.nn.Parameter), parameter),
+    (lambda x: type(x).__name__ == "Parameter", parameter),
+    (lambda x: x.shape[:-1].numel() == 64, rows),
+    (lambda x: str(x.shape) == "torch.Size([64, 64])", rows),
+    (lambda x: getattr(x.dtype, "name", "none") == "none", rows),
+    (lambda x: float(x.sum()) == 0, rows),
+)
+
+
+@pytest.mark.parametrize("number", range(len(FACTS)))
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_heuristic_s_value_is_the_caller_s(
+    number: int, hooked: bool, without_torch: bool, device: str, tmp_path: Path
+) -> None:
+    """The binary that the child times is the one that the caller launches."""
+    (read, make), told = FACTS[number], str(tmp_path / "told")
+
+    def tell(arguments: dict[str, Any], exception: Any) -> None:
+        value = arguments["out"].detach()[:1].tolist()  # asks for torch
+        with open(told, "a") as file:
+            file.write(f"{exception or value[0]}\n")
+
+    flag = triton.heuristics({"FLAG": lambda args: 7 if read(args["x"]) else 1})(flag_kernel)
+    given: dict[str, Any] = {"post_hook": tell} if hooked else {}
+    kernel = safetune(configs=blocks(), key=["n"], **given)(flag)
+    x, out = make(device), torch.zeros(4096, device=device)
+    kernel[flat](x, out, out.numel())
+    assert out.tolist() == [7.0] * 4096
+    assert all(times[0] < float("inf") for times in kernel.configs_timings.values())
+    if hooked:
+        before_launch = "0.0"  # hooks also run where a config is only specified for the compiler
+        assert {*Path(told).read_text().split()} - {before_launch} == {"7.0"}
+    else:  # no heuristic runs in the child, so none asks it for torch
+        assert ("torch" in kernel.tuning_phases) == (not without_torch)
+
+
+def test_a_hook_that_fails_on_a_stand_in_runs_on_a_tensor(without_torch: bool, device: str) -> None:
+    """A method that stand-ins have, called as only a tensor can be."""
+
+    def hook(arguments: dict[str, Any]) -> None:
+        arguments["total"].zero_()
+        if type(arguments["total"]).__mro__[1].__name__ == "_Limited":
+            raise ValueError("not a tensor")
+
+    x, total = torch.ones(100_000, device=device), torch.full((1,), 5.0, device=device)
+    kernel = safetune(configs=blocks(hook), key=["n"])(sum_kernel)
+    kernel[flat](x, total, x.numel())
+    assert total.tolist() == [100_000.0]
+    assert "torch" in kernel.tuning_phases
 
 
 def test_a_write_beside_a_storage_is_found(

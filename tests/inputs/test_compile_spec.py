@@ -26,7 +26,7 @@ from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.compile_spec import CallerSpecs, capture_spec
 from safetune.inputs.snapshot import Snapshot
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from tests.backends import FakeBackend, launching_on
 
 pytestmark = pytest.mark.internals

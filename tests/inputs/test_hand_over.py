@@ -16,19 +16,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from safetune.both.device_bytes import DeviceBytes
 from safetune.child import memory
 from safetune.child.arguments import Arguments
-from safetune.inputs import hand_over
-from safetune.inputs.snapshot import Snapshot
+from safetune.errors import TooMuchPinned
+from safetune.inputs import hand_over, memory_budget
+from safetune.inputs.snapshot import Snapshot, check_pinned, pinned_spans
 from safetune.inputs.spans import Span
-from safetune.isolation.device_bytes import DeviceBytes
 from tests.libcuda import stub
 
 #: Maps shared memory as a child does, says what it holds, and does what it is told.
 CHILD = """
 import ctypes, os, sys
-from safetune.isolation.cuda_driver import load
-from safetune.isolation.device_bytes import DeviceBytes
+from safetune.both.cuda_driver import load
+from safetune.both.device_bytes import DeviceBytes
 fd, size, offset, what = map(int, sys.argv[1:])
 where = DeviceBytes(load(), 0, "cuda:0")
 mapped = where.mapped(fd, size)
@@ -250,7 +251,7 @@ def test_what_a_short_card_cannot_keep_twice_is_partly_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("safetune.child.arguments._PIECE", 1000)
-    monkeypatch.setattr("safetune.isolation.device_bytes._MARGIN", 0)
+    monkeypatch.setattr("safetune.both.device_bytes._MARGIN", 0)
     given = [torch.arange(5000, dtype=torch.float32)]
     snapshot = Snapshot(given)
     arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
@@ -263,3 +264,44 @@ def test_what_a_short_card_cannot_keep_twice_is_partly_pinned(
         assert torch.equal(arguments.tensors[0], given[0])
     kept = [piece.memory.pinned for piece in arguments.blocks[0]._pieces]
     assert kept == [False] * 5 + [True] * 15
+
+
+def span_of_host(tensor: torch.Tensor) -> Span:
+    return replace(stub.span_on_a_device(tensor), device="cpu")
+
+
+def test_pinned_memory_of_the_caller_is_pinned_in_the_child() -> None:
+    """And plain memory of the host is not, nor is any for the interpreter."""
+    given, plain = stub.pin(torch.arange(5000).float()), torch.arange(100)
+    with stub.holding_tensors(span_of_host):
+        snapshot = Snapshot([given, plain], index=0)
+        interpreted = Snapshot([given, plain])
+    assert {block.device for block in snapshot.layout.blocks} == {"pinned:0", "cpu"}
+    assert {block.device for block in interpreted.layout.blocks} == {"cpu"}
+    interpreted.close()
+    before = used()
+    arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
+    snapshot.close()
+    block = arguments.blocks[arguments.views[0].block]
+    assert block.live.memory.pinned
+    assert used() - before < given.nbytes, "none of it is on the device"
+    for _ in range(2):
+        assert torch.equal(arguments.tensors[0], given)
+        ctypes.memset(arguments.tensors[0].data_ptr(), 0, 100)
+        assert arguments.find_written() == [arguments.views[0].block]
+        arguments.restore()
+    assert torch.equal(arguments.tensors[0], given)
+
+
+@pytest.mark.parametrize(("limit", "free", "refused"), [(8, 1, 0), (7, 1, 1), (1 << 40, 0, 1)])
+def test_a_child_pins_no_more_than_the_limit_and_half_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, limit: int, free: int, refused: int
+) -> None:
+    tensor = stub.pin(torch.zeros(2))
+    monkeypatch.setattr(memory_budget, "host_free", lambda: 16 if free else 15)
+    with stub.holding_tensors(span_of_host):
+        pinned = pinned_spans([tensor], 0)
+        assert [span.size for span in pinned] == [8]
+        refusing = pytest.raises(TooMuchPinned, match=r"^w: 8 bytes of pinned host memory")
+        with refusing if refused else contextlib.nullcontext():
+            check_pinned(pinned, [tensor], ["w"], limit)

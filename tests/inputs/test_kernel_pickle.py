@@ -29,7 +29,7 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
-from safetune.keys.kernel_digest import base_function, inner_heuristics
+from safetune.keys.identity import base_function, inner_heuristics
 from safetune.inputs import kernel_pickle as kernel_ref
 
 modules = {}

@@ -58,7 +58,7 @@ def works(module):
 
 
 def report():
-    print(works(Doubled(ours)), reporting.tunings_begun(), len(ours.configs_timings), flush=True)
+    print(works(Doubled(ours)), reporting.tunings.begun, len(ours.configs_timings), flush=True)
 """
 
 #: What `report` prints where the configs were tried in child processes.
@@ -111,7 +111,7 @@ ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
 @ray.remote
 class Actor:
     def works(self, module):
-        return doubling.works(module), doubling.reporting.tunings_begun(), os.getpid()
+        return doubling.works(module), doubling.reporting.tunings.begun, os.getpid()
 
 
 actor = Actor.remote()
@@ -175,12 +175,12 @@ def test_a_module_that_holds_a_tuner_is_copied_as_with_a_stock_one(
         stock_error = error_of(way, doubling.Doubled(doubling.stock))
         assert error_of(way, module) is stock_error
         copied = module if stock_error else way(module)
-        begun = reporting.tunings_begun()
+        begun = reporting.tunings.begun
         assert doubling.works(module)
         assert doubling.works(copied)
-        assert reporting.tunings_begun() - begun <= 1
+        assert reporting.tunings.begun - begun <= 1
     assert torch.equal(copied.weight, module.weight)
-    assert reporting.tunings_begun() == begun, "the second round tuned nothing"
+    assert reporting.tunings.begun == begun, "the second round tuned nothing"
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.full)])

@@ -33,7 +33,7 @@ class TestCounts:
     def test_misses_are_summed_up_in_one_warning(
         self, copies: type[Copies], driver: Driver
     ) -> None:
-        one, other = copies(), copies(capture_miss="fallback")
+        one, other = copies(), copies(on_miss="fallback")
         watch = Watch("decode")
         with driver.capturing(7), pytest.warns(UserWarning, match="decode") as caught:
             _watched(watch, lambda: (one(100), one(200), other(100)))

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests import stored_rows
 from tests.conftest import ended
 
 #: For anything that should happen at once; far more than it takes on a loaded machine.
@@ -60,7 +60,7 @@ class Records:
         return self._query("SELECT key, config, measured FROM choice ORDER BY rowid")
 
     def _query(self, statement: str) -> list[tuple[Any, ...]]:
-        connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)
+        connection = stored_rows.connected(self._path)
         with contextlib.closing(connection):
             return connection.execute(statement).fetchall()
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from safetune.both import cuda
+from safetune.both.cuda_driver import Driver
 from safetune.errors import BackendError, DeviceUnavailable, WorkerUnavailable
-from safetune.isolation import child_handle, cuda
-from safetune.isolation.cuda_driver import Driver
+from safetune.isolation import child_handle
 from tests.backends import launching_on
 
 FIRST = "3f0c1f2a-8f6e-4a0e-9a51-0d5b8f1f6c11"

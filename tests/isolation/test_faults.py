@@ -359,7 +359,7 @@ def test_a_misbehaving_hook_costs_its_config(
     check(caller, lambda: kernel[grid](caller.x, caller.y, N), records, FAULTS[name], processes)
 
     tried = [pid for pid, block in log.lines() if block == str(BAD)]
-    tries = 2 if name == "kill" else 1  # a SIGKILL may come from outside
+    tries = 1 + ("SIG" in FAULTS[name].label)  # a signal may come from outside
     assert len(set(tried)) == tries, "no other process tries it"
     if FAULTS[name].label != "out_of_resources":  # such a launch has not reached the device
         assert not processes.exists(tried[0])
@@ -447,7 +447,7 @@ def test_an_answer_too_many_is_not_taken_for_the_next_config(
 def test_all_failing_raises_a_table_and_stores_no_choice(
     isolation: str, caller: Caller, records: Any, log: Any, processes: Any, harmless: Any
 ) -> None:
-    names = {16: "segfault", 32: "exception", 64: "exit 0", 128: "hang", 256: "garbage"}
+    names = {16: "segfault", 32: "exception", 64: "exit 0", 128: "garbage", 256: "hang"}
     configs = [
         triton.Config({"BLOCK": block}, num_warps=2, pre_hook=hook_of(log, name))
         for block, name in names.items()
@@ -460,8 +460,9 @@ def test_all_failing_raises_a_table_and_stores_no_choice(
     with pytest.raises(NoWorkingConfig) as caught:
         kernel[grid](caller.x, caller.y, N)
 
-    head, *table, last = str(caught.value).splitlines()
-    assert "`safetune show step_kernel`" in last
+    head, *table, show, leave = str(caught.value).splitlines()
+    assert "`safetune show step_kernel`" in show
+    assert "SAFETUNE_LEAVE=step_kernel" in leave, "one hung"
     assert "none of the 5 configs of step_kernel works" in head
     assert str(N) in head
     assert len(table) == 5
@@ -482,7 +483,7 @@ def test_all_failing_raises_a_table_and_stores_no_choice(
         kernel[grid](caller.x, caller.y, N)
     assert log.lines() == launched, "what failed is known, and is not tried a second time"
     assert again.value.measured == 0
-    assert str(again.value).splitlines()[1:] == [*table, last]
+    assert str(again.value).splitlines()[1:] == [*table, show, leave]
     harmless.check_nothing_is_left()
 
 
@@ -527,7 +528,7 @@ def test_a_fault_after_many_good_launches(
     def dies_late(arguments: dict[str, Any]) -> None:
         write("launch")
         with open(path) as file:
-            if len(file.readlines()) == 5:
+            if len(file.readlines()) >= 5:
                 ctypes.string_at(0)
 
     configs = [
@@ -541,7 +542,7 @@ def test_a_fault_after_many_good_launches(
 
     assert torch.equal(caller.x, expected)
     assert records.labels() == {GOOD: "ok", BAD: "died(SIGSEGV)"}
-    assert len(log.lines()) == 5
+    assert len(log.lines()) == 6, "five launches, and one in the child that tries it again"
     harmless.check_nothing_is_left()
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+from safetune.both.protocol import Budget, Compile, Measure, Prepare, Release
 from safetune.errors import WorkerUnavailable
 from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
@@ -28,7 +29,6 @@ from safetune.inputs.snapshot import Snapshot
 from safetune.isolation.child_handle import Child, ChildFailed, start_job
 from safetune.isolation.fork_server import plain_server, server, start_servers
 from safetune.isolation.measuring_child import MeasuringChild
-from safetune.isolation.protocol import Budget, Compile, Measure, Prepare, Release
 from safetune.outcome import Effects, Outcome, Verdict
 from tests.conftest import ended, stop_servers
 

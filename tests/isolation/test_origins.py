@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from safetune import safetune
 from safetune.isolation import child_handle
+from safetune.miss import reporting
 
 N = 100
 ROOT = Path(__file__).parents[2]
@@ -449,7 +451,18 @@ class TestHooks:
         assert kernel.best_config.kwargs == {"BLOCK": 32}
         assert os.getpid() not in {pid for pid, _ in log.lines()}
 
-    @pytest.mark.parametrize("where", ["pre_hook", "post_hook", "config", "heuristic", "do_bench"])
+    def test_a_heuristic_that_cannot_be_sent_is_computed_by_the_caller(self, records: Any) -> None:
+        lock = threading.Lock()
+
+        def warps(_: dict[str, Any]) -> int:
+            with lock:
+                return 1
+
+        heuristic = triton.heuristics({"num_warps": warps})(copy_kernel)
+        assert copies(safetune(configs=blocks(16, 32), key=["n"])(heuristic))
+        assert records.labels() == {16: "ok", 32: "ok"}
+
+    @pytest.mark.parametrize("where", ["pre_hook", "post_hook", "config", "do_bench"])
     def test_hooks_that_cannot_be_sent_cost_a_warning_and_the_choice(
         self, where: str, records: Any, processes: Any
     ) -> None:
@@ -459,16 +472,13 @@ class TestHooks:
             with lock:
                 return 1.0
 
-        kernel: Any = copy_kernel
         options: dict[str, Any] = {}
         configs = blocks(16, 32)
         if where == "config":
             configs = blocks(16, 32, pre_hook=hook)
-        elif where == "heuristic":
-            kernel = triton.heuristics({"num_warps": hook})(copy_kernel)
         else:
             options[where] = hook
-        tuner = safetune(configs=configs, key=["n"], **options)(kernel)
+        tuner = safetune(configs=configs, key=["n"], **options)(copy_kernel)
 
         with pytest.warns(UserWarning, match="not tuned") as caught:
             assert copies(tuner)
@@ -570,13 +580,24 @@ class TestGrids:
         assert set(calls) == {os.getpid()}
 
     def test_a_grid_that_raises_for_one_config_costs_that_config(self, records: Any) -> None:
+        """For this call: a stored outcome is the answer of a child."""
+
         def picky(meta: dict[str, Any]) -> tuple[int]:
             if meta["BLOCK"] == 32:
                 raise ArithmeticError("thirty-two does not divide")
             return grid(meta)
 
-        assert copies(safetune(configs=blocks(16, 32, 64), key=["n"])(copy_kernel), picky)
-        assert records.labels() == {16: "ok", 32: "launch_error", 64: "ok"}
-        (bad,) = [trial for trial in records.trials() if trial.label != "ok"]
-        assert "the grid cannot be computed" in bad.message
-        assert "thirty-two does not divide" in bad.message
+        kernel = safetune(configs=blocks(16, 32, 64), key=["n"])(copy_kernel)
+        assert copies(kernel, picky)
+        assert records.labels() == {16: "ok", 64: "ok"}
+        assert len(kernel.configs_timings) == 3
+        assert kernel.configs_timings[kernel.configs[1]] == [math.inf] * 3
+
+        begun = reporting.tunings.begun
+        kernel.cache.clear()
+        assert copies(kernel, picky)
+        assert reporting.tunings.begun == begun, "the choice is stored, and nothing is left to try"
+        kernel.cache.clear()
+        assert copies(kernel)
+        assert reporting.tunings.begun == begun + 1, "with this grid one config is"
+        assert records.labels() == {16: "ok", 32: "ok", 64: "ok"}

@@ -214,7 +214,7 @@ except KeyboardInterrupt:
         assert tuple(stdout.splitlines()) == self.THEN, stderr
         assert stderr == (
             "safetune: interrupted; 1 of 2 configs of copy_kernel for n=100 (float32) are stored, "
-            "and the next tuning goes on from there\n"
+            "and the next tuning continues from there\n"
         )
         assert parent.returncode == 0
         assert processes.gone(child, server)

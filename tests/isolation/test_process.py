@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from safetune.isolation import protocol
+from safetune.both import protocol
 from safetune.isolation.child_handle import describe_exit
 from safetune.isolation.compile_pool import usable_cpus
 from safetune.isolation.fork_server import child_environment

@@ -5,7 +5,7 @@ helpers that these kernels call are interpreted too, and cannot be compiled.
 
     python compile_kernels.py CAPABILITY COLUMNS [--dtype bf16] [--kernel NAME] [--first | --pinned]
 
-CAPABILITY is 90, for example, or an AMD architecture such as gfx942.
+CAPABILITY is 90, for example.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FLAGS = {"GROUPS": 1, "HAS_WEIGHT": True, "HAS_BIAS": True, "HAS_RESIDUAL_GRADIE
 def compile_config(
     name: str,
     config: triton.Config,
-    capability: int | str,
+    capability: int,
     columns: int,
     dtype: str,
     is_rms_norm: bool,
@@ -117,11 +117,10 @@ def compile_config(
         if signature[argument].startswith("*")
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    is_amd = isinstance(capability, str)
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("hip", capability, 64) if is_amd else GPUTarget("cuda", capability, 32),
-        options=options if is_amd else {**options, "maxnreg": config.maxnreg},
+        target=GPUTarget("cuda", capability, 32),
+        options={**options, "maxnreg": config.maxnreg},
     )
     found = {
         "kernel": name,
@@ -132,10 +131,8 @@ def compile_config(
         "has_residual": has_residual,
         "capability": capability,
         "shared_bytes": compiled.metadata.shared,
-        "code_bytes": len(compiled.asm["hsaco" if is_amd else "cubin"]),
+        "code_bytes": len(compiled.asm["cubin"]),
     }
-    if is_amd:
-        return found
     registers, local_bytes = resources(compiled.asm["cubin"])
     before_copies, copy, _ = compiled.asm["ptx"].partition("cp.async")
     return {
@@ -169,7 +166,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def main() -> None:
     """Print one JSON object per config and kind of norm."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("capability", type=lambda text: int(text) if text.isdecimal() else text)
+    parser.add_argument("capability", type=int)
     parser.add_argument("columns", type=int, nargs="+")
     parser.add_argument("--dtype", action="append")
     parser.add_argument("--kernel", choices=KERNELS, action="append")

@@ -38,7 +38,7 @@ def test_workloads_run_and_have_keys_of_their_own(device: str, name: str, count:
         pytest.skip("the small workloads are for the interpreter")
     kernel = kernel_of(name)
     workloads = workloads_of(kernel)
-    keys = {tuple(workload.kwargs[key] for key in kernel.keys) for workload in workloads}
+    keys = {tuple(workload.kwargs[key] for key in kernel.key_names) for workload in workloads}
     assert len(keys) == len(workloads) == len({workload.name for workload in workloads}) == count
     for workload in workloads:
         kernel[workload.grid](*workload.args, **workload.kwargs)
@@ -73,8 +73,8 @@ def test_the_key_is_what_the_code_depends_on(name: str) -> None:
     assert report.dropped == report.missing == ()
     tuned = set(kernel.configs[0].kwargs)
     constexprs = {argument for argument in kernel.arg_names if argument.isupper()}
-    assert set(kernel.keys) == constexprs - tuned
-    assert not ROW_COUNTS & set(kernel.keys)
+    assert set(kernel.key_names) == constexprs - tuned
+    assert not ROW_COUNTS & set(kernel.key_names)
 
 
 def ones(*shape: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +12,11 @@ from typing import Any
 import pytest
 import triton
 
-from safetune.keys.body_usage import usage_in_body
 from safetune.keys.callback_usage import usage_in_callback, usage_in_callbacks
+from safetune.keys.kernel_text import usage_in_body
 from safetune.keys.launch_usage import usage_in_grids
 from safetune.keys.launches import launches_of
-
-_spec = importlib.util.spec_from_file_location(
-    "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-phantom_kernels = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(phantom_kernels)
+from tests.keys import phantom_kernels
 
 Load = Callable[[str], ModuleType]
 
@@ -219,7 +211,7 @@ def test_a_parameter_is_read_if_its_value_can_reach_anything(
 
 def test_a_callee_that_does_not_exist_yet_reads_everything(load: Load) -> None:
     text = """
-    from safetune.keys.body_usage import usage_in_body
+    from safetune.keys.kernel_text import usage_in_body
     @jit
     def kernel(x, P, Q, R):
         later(x, P)
@@ -275,7 +267,7 @@ def test_a_callee_in_a_closure_is_followed(load: Load) -> None:
 def test_a_closure_variable_without_a_value_is_not_the_global_of_its_name(load: Load) -> None:
     """Triton compiles what the variable stands for at the launch."""
     text = """
-    from safetune.keys.body_usage import usage_in_body
+    from safetune.keys.kernel_text import usage_in_body
     @jit
     def operation(x, unused):
         return x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ import triton
 import triton.language as tl
 
 from safetune import InvalidSetting, Workload, safetune
-from safetune.keys import encoding
+from safetune.keys.identity import encode
 from safetune.keys.key_names import KeyReport
 from safetune.miss.resolve import Miss
 from safetune.offline import tasks
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
+from tests import stored_rows
 
 CONFIGS = [triton.Config({"BLOCK": size}) for size in (16, 64)]
 
@@ -51,7 +51,7 @@ def tuned(key: Any, **options: Any) -> Any:
 
 
 def stored(cache_dir: Path) -> list[str]:
-    connection = sqlite3.connect(cache_dir / "safetune.db")
+    connection = stored_rows.connected(cache_dir / "safetune.db")
     try:
         return sorted(call for (call,) in connection.execute("SELECT call FROM key"))
     finally:
@@ -107,7 +107,7 @@ def test_the_source_of_the_function_tells_choices_apart() -> None:
 def test_what_a_bucket_may_be(bucket: Any) -> None:
     kernel = tuned({"n": lambda n: bucket})
     key = Miss(kernel, (torch.ones(100), 100, 1, 2), {"grid": grid}).key()
-    assert key.values == (("n", encoding.encode(bucket)),)
+    assert key.values == (("n", encode(bucket, of_call=True)),)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,50 @@ def test_calls_are_atomic_operations_and_words_are_not(
     assert (found.atomics, found.any_order) == (atomics, any_order)
 
 
+@triton.jit
+def dropped(value, seed, offset):
+    return tl.where(tl.rand(seed, offset) > 0.5, value, 0.0)
+
+
+def with_dropout(x, out, seed, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, dropped(tl.load(x + i), seed, i))
+
+
+def with_philox(out, seed, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.randint4x(seed, i)[0])
+
+
+def timed(out, BLOCK: tl.constexpr):
+    tl.store(out, tl.extra.cuda.globaltimer())
+
+
+def rounded(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    tl.store(out + i, tl.inline_asm_elementwise(code, "=r,f,f", [x, x], tl.int32, True, 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "draws", "repeats"),
+    [
+        (commented, False, True),
+        (with_dropout, True, True),
+        (with_philox, True, True),
+        (summed, False, False),
+        (timed, False, False),
+        (rounded, False, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_text_shows_whether_numbers_are_drawn_and_whether_launches_repeat(
+    function: Callable[..., None], draws: bool, repeats: bool
+) -> None:
+    found = effects_of(triton.jit(function))
+    assert (found.draws, found.repeats) == (draws, repeats)
+
+
 def strided(x, out, other, n, BLOCK: tl.constexpr):
     pointers = out + tl.program_id(0) * n
     pointers += tl.arange(0, BLOCK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import textwrap
 import warnings
@@ -19,15 +18,8 @@ from safetune.errors import InvalidSetting, PhantomKey, PhantomKeyWarning
 from safetune.keys.key_names import KeyReport
 from safetune.keys.written_key import lenient
 from safetune.settings import PhantomPolicy
+from tests.keys import phantom_kernels
 from tests.keys.classified import classify
-
-_spec = importlib.util.spec_from_file_location(
-    "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-phantom_kernels = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(phantom_kernels)
 
 Load = Callable[[str], ModuleType]
 
@@ -232,7 +224,6 @@ def test_an_unknown_name_in_prune_configs_by_is_an_error(kernel: Any) -> None:
 def test_a_key_without_phantoms_has_no_warning(kernel: Any) -> None:
     assert messages(kernel, ["D", "T", "T_BUCKET", "n_hint"], keep=["n_hint"]) == []
     assert messages(kernel, []) == []
-    assert messages(kernel, "auto") == []
 
 
 def test_the_policy_keep_keeps_every_phantom(kernel: Any) -> None:
@@ -267,24 +258,17 @@ def test_only_unknown_names_are_not_kept(kernel: Any) -> None:
     assert (report.kept, report.kept_all) == ((), False)
 
 
-# key="auto" and what a key lacks
+# What a key lacks
 
 
-def test_an_automatic_key_has_every_read_parameter(kernel: Any) -> None:
-    """Read, not set by a config, not in do_not_specialize (which names T, and count by number)."""
-    assert quietly(kernel, "auto").kept == ("x", "D", "FLAG")
-
-
-def test_an_automatic_key_lacks_parameters_that_heuristics_set(load: Load) -> None:
+def test_a_key_does_not_lack_what_heuristics_set(load: Load) -> None:
     text = """
     @triton.heuristics({"EVEN": lambda args: args["n"] % 2 == 0})
     @jit
     def kernel(x, n, unread, EVEN: tl.constexpr):
         tl.store(x, EVEN)
     """
-    report = quietly(load(textwrap.dedent(text)).kernel, "auto")
-    assert report.kept == ("x", "n")
-    assert report.missing == ()
+    assert quietly(load(textwrap.dedent(text)).kernel, ["n"]).missing == ()
 
 
 def test_constexprs_that_the_key_lacks_are_reported(
@@ -295,17 +279,14 @@ def test_constexprs_that_the_key_lacks_are_reported(
     assert report.missing == ("FLAG",)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert (
-        'kernel reads FLAG, which neither its key nor its configs set; key="auto"' in record.message
-    )
+    assert record.message.endswith("kernel reads FLAG, which neither its key nor its configs set")
 
 
-@pytest.mark.parametrize("key", [["D", "FLAG"], "auto"])
 def test_a_complete_key_has_no_missing_constexprs(
-    kernel: Any, key: Any, caplog: pytest.LogCaptureFixture
+    kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="safetune"):
-        assert quietly(kernel, key).missing == ()
+        assert quietly(kernel, ["D", "FLAG"]).missing == ()
     assert not caplog.records
 
 
@@ -363,8 +344,7 @@ def test_the_report_prints_every_name_with_its_reason(kernel: Any) -> None:
         "  absent    unknown  not a parameter of the kernel; dropped\n"
         "  NB        phantom  nothing reads it; dropped\n"
         "  T_BUCKET  bucket   nothing reads it; named as a bucket\n"
-        "  read, and not in the key: FLAG\n"
-        '  key="auto" would add them'
+        "  read, and not in the key: FLAG"
     )
     assert "every call shares one choice" in str(quietly(kernel, []))
 

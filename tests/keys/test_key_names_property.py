@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,20 +16,13 @@ from typing import Any
 import pytest
 
 from safetune.errors import PhantomKeyWarning
+from tests.keys import phantom_kernels
 from tests.keys.classified import classify
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402
 
 pytestmark = pytest.mark.internals
-
-_spec = importlib.util.spec_from_file_location(
-    "phantom_kernels", Path(__file__).with_name("phantom_kernels.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-phantom_kernels = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(phantom_kernels)
 
 PARAMETERS = ("P", "Q", "R", "S")
 BEFORE = {"P": 2, "Q": 3, "R": 5, "S": 7}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
-from safetune.keys import encoding
 from safetune.keys import tuning_key as key_module
-from safetune.keys.kernel_digest import kernel_identity
-from safetune.keys.tuning_key import KernelIdentity, readable_key, triton_key, tuning_key
+from safetune.keys.identity import kernel_identity
+from safetune.keys.tuning_key import KernelIdentity, tuning_key
 from tests.backends import FakeBackend, launching_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,24 +40,6 @@ def constructions(name: str) -> list[str]:
 def test_a_tuning_key_is_made_in_one_place() -> None:
     """A second builder that forgets a part of the key makes other digests, silently."""
     assert constructions("TuningKey") == ["safetune/keys/tuning_key.py"]
-
-
-def test_tritons_key_keeps_the_values_and_the_dtypes_in_the_order_of_the_call() -> None:
-    x, y = torch.zeros(2, dtype=torch.float16), torch.zeros(2)
-    arguments = {"n": 4, "y": y, "x": x, "num_warps": 8}
-
-    assert triton_key(["n", "x", "absent"], ["x", "y", "n"], arguments) == (
-        4,
-        x,
-        "torch.float32",
-        "torch.float16",
-    )
-    assert readable_key(["n", "x"], ["x", "y", "n"], arguments) == (
-        4,
-        "torch.float16",
-        "torch.float32",
-        "torch.float16",
-    )
 
 
 @safetune(configs=[triton.Config({"BLOCK": block}) for block in (16, 32)], key=["n"])
@@ -158,17 +140,39 @@ def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
     assert (changed[0], changed[1] == first[1]) == (first[0], False)
 
 
-def test_functions_of_one_factory_are_one_value_of_a_key() -> None:
-    """By module and name, as every process writes it: they share a choice, not a binary."""
+def adder(amount: float) -> JITFunction:
+    amount = tl.constexpr(amount)
 
-    def adder(amount: float) -> JITFunction:
-        amount = tl.constexpr(amount)
+    def add(value):
+        return value + amount
 
-        def add(value):
-            return value + amount
+    return JITFunction(add)
 
-        return JITFunction(add)
 
-    one, two = adder(1.0), adder(2.0)
-    assert encoding.encode(one) == encoding.encode(two)
-    assert kernel_identity(one).digest != kernel_identity(two).digest
+@pytest.mark.parametrize("where", ["alone", "in a tuple", "in a partial", "held by an object"])
+def test_a_function_that_a_call_passes_is_in_the_key_by_its_text_though_key_does_not_name_it(
+    where: str,
+) -> None:
+    class Policy:
+        def __init__(self, function: Any) -> None:
+            self.function = function
+
+    held = {
+        "alone": lambda function: function,
+        "in a tuple": lambda function: (1, (function, 2)),
+        "in a partial": lambda function: functools.partial(function, 1),
+        "held by an object": Policy,
+    }[where]
+    one, other = keys_of(held(adder(1.0))), keys_of(held(adder(2.0)))
+    assert one[0] != other[0]
+    assert one[1] != other[1]
+    assert keys_of(held(adder(1.0))) == one
+
+
+def test_functions_of_one_factory_are_two_values_of_a_key() -> None:
+    found = [
+        tuning_key(KernelIdentity("k", "0"), ["f"], ["f"], {"f": f}, -1).digest
+        for f in (adder(1.0), adder(1.0), adder(2.0))
+    ]
+    assert found[0] == found[1] != found[2]
+    assert kernel_identity(adder(1.0)).digest != kernel_identity(adder(2.0)).digest

@@ -572,7 +572,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
 import triton
 from safetune import safetune
-from safetune.keys.kernel_digest import kernel_identity
+from safetune.keys.identity import kernel_identity
 from safetune.keys.tuning_key import tuning_key
 name = sys.argv[2]
 for how in sys.argv[3:]:

@@ -15,7 +15,7 @@ from safetune.frontend.bound_launch import bound_launch
 from safetune.launch import fast_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.launch.conftest import Machine, Tuned
 
@@ -108,8 +108,15 @@ def a_hook(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
     monkeypatch.setattr(chain, "calls", [hook])
 
 
+@pytest.fixture(autouse=True)
+def _no_observers() -> Iterator[None]:
+    yield
+    for observer in observers.active:
+        observers.remove(observer)
+
+
 def an_observer(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:
-    monkeypatch.setattr(observers, "active", (observers.Observer(),))
+    observers.add(observers.Observer())
 
 
 def another_run(kernel: Tuned, machine: Machine, monkeypatch: Any) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import triton
 import triton.language as tl
 from triton.runtime.autotuner import Heuristics
 
-from safetune.launch.call_shape import heuristic_values, named_arguments, own_heuristics
+from safetune.launch.call_shape import (
+    device_index,
+    heuristic_values,
+    named_arguments,
+    own_heuristics,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +60,43 @@ def test_a_tuners_own_heuristics_end_at_a_subclass_that_may_launch_otherwise() -
 
     assert own_heuristics(decorated) == (subclass, [decorated])
     assert heuristic_values(decorated, {}) == (kernel, {"BLOCK": 2, "TWICE": 1})
+
+
+class OnDevice(NamedTuple):
+    """What is asked of a tensor on a device."""
+
+    index: int
+
+    def get_device(self) -> int:
+        return self.index
+
+
+class Pair(NamedTuple):
+    """A tuple with names, as Triton takes it."""
+
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("arguments", "index"),
+    [
+        ([5, OnDevice(1)], 1),
+        ([(OnDevice(1), OnDevice(0)), 5], 1),
+        ([Pair(7, ((), (OnDevice(1),)))], 1),
+        ([SimpleNamespace(base=OnDevice(1))], 1),
+        ([(SimpleNamespace(base=OnDevice(1)),)], 1),
+        ([OnDevice(-1), (OnDevice(-1), OnDevice(1))], 1),  # pinned memory comes first
+        ([(OnDevice(-1), 5), "text"], -1),
+        ([], -1),
+    ],
+)
+def test_the_device_of_a_call_is_that_of_the_first_tensor_on_one(
+    arguments: list[Any], index: int
+) -> None:
+    """Where the first one is in a tuple, too: else one key in memory stood for two devices."""
+    assert device_index(tuple(arguments), {}) == index
+    assert device_index((), dict(enumerate(arguments))) == index  # type: ignore[arg-type]
 
 
 def test_arguments_are_named_in_one_place() -> None:

@@ -176,7 +176,7 @@ class TestAReaderThatComesLater:
         if change in SEEN_BY_TRITON:
             case.launched_t(n=33)
         assert [case.launched_t(value) for value in (7, 7, 8, 7)] == [7, 7, 8, 7]
-        assert case.tuner.keys == ["n", "T"]
+        assert case.tuner.key_names == ["n", "T"]
 
     @pytest.mark.parametrize("change", CHANGES)
     def test_before_the_first_launch(self, new_case: Callable[[str], Case], change: str) -> None:
@@ -201,7 +201,7 @@ class TestAReaderThatComesLater:
             case.tuner.fn.values.update(before[2])
         case.launched_t(n=33)
         assert [case.launched_t() for _ in range(2)] == [PIN] * 2
-        assert case.tuner.keys == ["n"]
+        assert case.tuner.key_names == ["n"]
 
 
 @pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
@@ -236,7 +236,7 @@ def test_names_that_are_assigned_are_the_key(new_case: Callable[[str], Case]) ->
     case = new_case("other")
     for keys, choices in (["n", "T"], 3), (["n"], 1), (["T"], 3):
         case.tuner.keys = keys
-        assert case.tuner.keys == keys
+        assert case.tuner.keys == case.tuner.key_names == keys
         for value in (7, 8, 9, 7):
             assert case.launched_t(value) == value
         assert len(case.tuner.cache) == choices
@@ -253,7 +253,7 @@ def test_a_long_list_that_nothing_changes_keeps_its_classes(
     case.tuner.configs = [triton.Config({"BLOCK": 16}, num_stages=n) for n in range(1, 301)]
     assert case.tuner.key_report is case.tuner.key_report
     case.tuner.configs.append(triton.Config({"BLOCK": 64}, pre_hook=read_t))
-    assert case.tuner.keys == ["n", "T"]
+    assert case.tuner.key_names == ["n", "T"]
 
 
 def test_a_dropped_name_is_warned_of_once_when_its_class_is_first_needed(
@@ -262,7 +262,7 @@ def test_a_dropped_name_is_warned_of_once_when_its_class_is_first_needed(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         case = new_case("plain")
-    assert case.tuner.lazy_key.known is None, "no text is read before"
+    assert case.tuner.lazy_key.last_report is None, "no text is read before"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 from safetune import TracingError, prepare, safetune, triton_internals, triton_launch
 from safetune.errors import PhantomKeyWarning
 from safetune.launch import fast_path, fast_path_codegen, scratch_memory
-from safetune.miss import resolve
 from tests.backends import FakeBackend
 
 if TYPE_CHECKING:
@@ -679,7 +678,7 @@ def test_attributes_that_report_a_tuning_do_not_forget_launches(
     def as_tuned(key: Any, *call: Any) -> triton.Config:
         config: triton.Config = choose(key, *call)
         kernel.tuner.identity
-        resolve.report(kernel.tuner, key, config, {config: [1.0] * 3}, {"screen": 1.0})
+        kernel.tuner.report(key, config, {config: [1.0] * 3}, {"screen": 1.0})
         kernel.tuner.tuning_phases = {"screen": 1.0}
         return config
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from safetune.both import cuda
+from safetune.both.cuda_driver import Driver
+from safetune.both.device_bytes import DeviceBytes, Run
+from safetune.both.device_memory import Bytes
 from safetune.inputs import spans
 from safetune.inputs.spans import Span
-from safetune.isolation import cuda
-from safetune.isolation.cuda_driver import Driver
-from safetune.isolation.device_bytes import DeviceBytes, Run
-from safetune.isolation.device_memory import Bytes
 from tests.backends import launching_on
 
 SOURCE = Path(__file__).with_name("libcuda.c")
@@ -64,6 +64,15 @@ def used(library: ctypes.CDLL, device: int = 0) -> int:
     count = library.stub_used
     count.restype = ctypes.c_int64
     return int(count(device))
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Have the library know the memory of a tensor as pinned, in this process."""
+    start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+    made = Driver(library())
+    with made.on(0):
+        made.call("cuMemHostRegister_v2", start, size, 0)
+    return tensor
 
 
 class Cuda(cuda.Cuda):

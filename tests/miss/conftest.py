@@ -15,6 +15,7 @@ import triton.language as tl
 from safetune import safetune
 from safetune.config import config_digest, config_record
 from safetune.launch.key_state import KeyState, KeyStates
+from safetune.miss import failures
 from safetune.miss.resolve import Miss
 from safetune.store.packs import exchange, packs
 from safetune.store.packs.packs import name_of, read_pack
@@ -35,20 +36,20 @@ class Swaps(KeyStates):
 
     def __init__(self, tuner: Any) -> None:
         super().__init__(tuner)
-        self._written: queue.Queue[Any] = queue.Queue()
+        self._swaps: queue.Queue[Any] = queue.Queue()
 
-    def publish(self, state: KeyState, config: Any, choice: Any) -> None:
-        super().publish(state, config, choice)
-        if config is not None:
-            self._written.put(config)
+    def publish(self, state: KeyState) -> None:
+        super().publish(state)
+        if state.hit is not None:
+            self._swaps.put(state.hit)
 
     def next(self) -> Any:
         """Return the config that is written next, now or soon."""
-        return self._written.get(timeout=SOON_S)
+        return self._swaps.get(timeout=SOON_S)
 
     @property
     def idle(self) -> bool:
-        return self._written.empty()
+        return self._swaps.empty()
 
 
 class Copies:
@@ -81,6 +82,21 @@ class Copies:
 @pytest.fixture
 def copies() -> type[Copies]:
     return Copies
+
+
+class Clock:
+    """The time by which a tuning is tried again; a test lets it go on."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(failures, "clock", made := Clock())
+    return made
 
 
 class Packed:

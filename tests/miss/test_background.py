@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from safetune import sync
+from safetune.errors import TuningWarning
 from safetune.launch.key_state import Decision, Reason
-from safetune.miss import background, retry
+from safetune.miss import background, failures
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -233,12 +235,10 @@ def test_no_tensor_is_kept_while_its_tuning_waits(copies: Any, gate: Gate) -> No
 
 
 def test_the_copies_of_queued_calls_stay_within_the_limit(
-    copies: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    copies: Any, gate: Gate, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call for which there is no room launches its fallback, and is queued when there is."""
     monkeypatch.setenv("SAFETUNE_COPY_LIMIT", "1200")
-    monkeypatch.setattr(retry, "clock", lambda: now)
-    now = 0.0
     made = copies(gate.hook(), None)
     assert [made(n) for n in (100, 99)] == [16, 16]
     states = list(made.tuner.states)
@@ -250,7 +250,7 @@ def test_the_copies_of_queued_calls_stay_within_the_limit(
     gate.open()
     background.wait(states[0])
     assert made(99) == 16, "not due yet"
-    now = retry.RETRY_S + 1
+    clock.now += failures.RETRY_S + 1
     made(99)
     background.wait(states[1])
     assert len(made.tuner.cache) == 2
@@ -310,18 +310,26 @@ def test_a_fork_keeps_a_choice_that_came_before_the_tuning_ends(copies: Any, gat
     assert status == 0
 
 
-def test_when_every_config_fails_the_fallback_stays(copies: Any, logged: Ended) -> None:
+def test_when_every_config_fails_the_fallback_stays_and_one_warning_says_so(
+    copies: Any, clock: Any
+) -> None:
     def dies(arguments: dict[str, Any]) -> None:
         if os.getpid() != caller:
             os.abort()
 
     caller = os.getpid()
     made = copies(dies, dies)
-    assert made() == 16
-    logged.wait_for("none of the 2 configs of copy_kernel works for n=100")
-    assert made() == 16
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # the call, and once more when it is due
+            assert made() == 16
+            (state,) = made.tuner.states
+            background.wait(state)
+            clock.now += 10 * failures.RETRY_S
     assert copies.block(made.swaps.next()) == 16
-    assert made.swaps.idle
+    said = [str(each.message) for each in caught if issubclass(each.category, TuningWarning)]
+    assert len(said) == 1
+    assert "it is tried again later: none of the 2 configs of copy_kernel works" in said[0]
 
 
 def test_a_kernel_that_cannot_be_sent_is_not_queued(copies: Any) -> None:
@@ -501,16 +509,16 @@ open(gate, "w").close()
 if pid == 0:
     caller = os.getpid()
     from safetune.launch.key_state import KeyStates
-    known = len(kernel.states.hits)
+    known = sum(state.hit is not None for state in kernel.states)
     swapped = threading.Event()
     class Swaps(KeyStates):
-        def publish(self, state, config, choice):
-            super().publish(state, config, choice)
-            if choice is not None:
+        def publish(self, state):
+            super().publish(state)
+            if state.choice is not None:
                 swapped.set()
     kernel.states = Swaps(kernel)
     run(kernel, 100)
-    here = len(kernel.states.hits)
+    here = sum(state.hit is not None for state in kernel.states)
     print(json.dumps([known, here, swapped.wait(60)]), flush=True)
     sys.exit()
 _, status = os.waitpid(pid, 0)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from safetune import SafetuneWarning, safetune, sync
-from safetune.isolation import backend
-from safetune.miss import candidates, retry
+from safetune.both import backend
+from safetune.miss import candidates, failures
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
@@ -177,21 +177,6 @@ class TestTheRanking:
         assert list(self.ranked(keys, works=32, fails=16)) == [32, 64]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(retry, "clock", made)
-    return made
-
-
 class Memory:
     """Measuring fails for lack of memory while a file exists, in whatever process it is asked."""
 
@@ -236,7 +221,7 @@ def told(found: list[warnings.WarningMessage]) -> list[str]:
 
 class TestALackOfMemory:
     def test_costs_one_warning_and_is_tried_again(
-        self, copies: Any, memory: Memory, clock: Clock
+        self, copies: Any, memory: Memory, clock: Any
     ) -> None:
         made = copies(memory.hook(), memory.hook())
         store = open_lookup(Settings.current()).store
@@ -244,13 +229,13 @@ class TestALackOfMemory:
             warnings.simplefilter("always")
             assert [made(), made()] == [16, 16]
             first = memory.tries
-            clock.now += retry.RETRY_S - 1
+            clock.now += failures.RETRY_S - 1
             assert made() == 16
             assert memory.tries == first, "not yet"
             clock.now += 1
             assert made() == 16
             assert memory.tries == 2 * first, "tried again, in vain"
-            clock.now += 2 * retry.RETRY_S - 1
+            clock.now += 2 * failures.RETRY_S - 1
             made()
             assert memory.tries == 2 * first, "less often each time"
             assert store.choices() == []
@@ -270,7 +255,7 @@ class TestALackOfMemory:
         assert stored.choice.config["BLOCK"] == chosen
         assert len(made.tuner.cache) == 1
 
-    def test_each_key_has_one_warning(self, copies: Any, memory: Memory, clock: Clock) -> None:
+    def test_each_key_has_one_warning(self, copies: Any, memory: Memory, clock: Any) -> None:
         made = copies(memory.hook(), memory.hook())
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -286,7 +271,7 @@ class TestALackOfMemory:
         assert len(made.tuner.cache) == 1
 
     def test_with_several_ranks_is_tried_again_only_after_sync(
-        self, copies: Any, memory: Memory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+        self, copies: Any, memory: Memory, clock: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
         made = copies(memory.hook(), memory.hook())
@@ -294,7 +279,7 @@ class TestALackOfMemory:
             made()
         first = memory.tries
         memory.free()
-        clock.now += 10 * retry.RETRY_S
+        clock.now += 10 * failures.RETRY_S
         made()
         assert memory.tries == first
         sync()
@@ -306,7 +291,7 @@ class TestALackOfMemory:
 
 
 def test_a_tuning_whose_process_cannot_start_is_tried_again(
-    copies: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    copies: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried again: a limit may be raised, as a card may be emptied."""
     made = copies(None, None)
@@ -317,29 +302,29 @@ def test_a_tuning_whose_process_cannot_start_is_tried_again(
             made()
     made()
     assert made.tuner.cache == {}
-    clock.now += retry.RETRY_S
+    clock.now += failures.RETRY_S
     made()
     assert len(made.tuner.cache) == 1
 
 
 def test_tuning_waits_until_the_memory_it_needs_is_free(
-    clock: Clock,
+    clock: Any,
 ) -> None:
     free = [10]
     device = FakeBackend(memory=lambda index: backend.Memory(free[0], 20, 0))
     settings = Settings.current()
-    postponed = retry.Retry(index=0, needed_bytes=11)
-    clock.now += retry.RETRY_S
+    postponed = failures.Retry(index=0, needed_bytes=11)
+    clock.now += failures.RETRY_S
     with launching_on(device):
         assert not postponed.due(settings)
         free[0] = 11
         assert not postponed.due(settings), "asked the driver a moment ago"
-        clock.now += retry.RETRY_S
+        clock.now += failures.RETRY_S
         assert postponed.due(settings)
     later = postponed
     for _ in range(20):
         later = later.again(0)
-    assert later.delay_s == retry.MAX_RETRY_S
+    assert later.delay_s == failures.MAX_RETRY_S
 
 
 def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +344,7 @@ def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.Monkey
 
 
 def test_the_memory_that_a_tuning_needs_is_kept_with_the_retry(
-    copies: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    copies: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the background too, where the inputs are copied before the launch returns."""
     from safetune import NoMemory

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import pytest
 import triton
 
 import safetune
-from safetune.errors import StoreError
+from safetune.errors import StoreError, StoreWarning
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.local.store import Store
@@ -22,8 +23,10 @@ from safetune.store.lookup import open_lookup
 from safetune.store.packs import exchange
 from safetune.store.packs.packs import read_pack
 from safetune.store.records import TrialRecord
+from safetune.store.shared.files import Directory
 from safetune.store.shared.opening import open_shared
-from safetune.store.shared.protocol import namespace
+from safetune.store.shared.protocol import Name, namespace
+from tests.store.shared.conftest import until
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -260,29 +263,26 @@ for path in folder.glob("*.db"):
 def test_a_user_without_write_permission_reads_the_store(
     copies: Any, packed: Any, shared_folder: Path, fresh_process: FreshProcess
 ) -> None:
-    """A database at rest; one in use; one whose writer died and whose index is gone."""
+    """A database at rest, and one in use."""
     entries = read_pack(packed(copies(blocks=BLOCKS), 32, measured=3))
     stores = []
-    for name in ("rest", "use", "crash"):
+    for name in ("rest", "use"):
         store = Store.open(shared_folder / name)
         exchange.import_into(store, entries)
         stores.append(store)
     stores[0].close()
-    for name in ("rest", "use", "crash"):
+    for name in ("rest", "use"):
         for file in (shared_folder / name).iterdir():
-            lost = name == "crash" and file.name.endswith("-shm")
-            if not lost:
-                content = file.read_bytes()
-                target = shared_folder / file.name.replace("safetune.db", f"{name}.db")
-                target.write_bytes(content)
-                target.chmod(0o444)
+            target = shared_folder / file.name.replace("safetune.db", f"{name}.db")
+            target.write_bytes(file.read_bytes())
+            target.chmod(0o444)
     shared_folder.chmod(0o555)
 
     done = fresh_process(READ_AS_NOBODY, shared_folder)
 
     shared_folder.chmod(0o755)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["crash.db [3]", "rest.db [3]", "use.db [3]"]
+    assert sorted(done.stdout.splitlines()) == ["rest.db [3]", "use.db [3]"]
     for store in stores:
         store.close()
 
@@ -338,6 +338,30 @@ def test_a_shared_store_is_only_read(
 
     assert (state(cache_dir), sorted(folder.rglob("*.json"))) == before
     assert len(before[1]) == 1
+
+
+def test_a_fallback_before_the_first_pull_is_looked_up_again_after_it(
+    copies: Any, packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared store has the choice, and its first answer comes too late for the first launch."""
+    made, folder, answers = copies(blocks=BLOCKS), tmp_path / "shared", threading.Event()
+    (theirs,) = read_pack(packed(made, 32))
+    monkeypatch.delenv("SAFETUNE_PACKS")
+    monkeypatch.setenv("SAFETUNE_SHARED", f"file://{folder}")
+    space = namespace(theirs.key.device, theirs.key.toolchain)
+    open_shared(f"file://{folder}").publish(space, [theirs])
+
+    class Late(Directory):
+        def names(self, namespace: str) -> set[Name]:
+            answers.wait()
+            return super().names(namespace)
+
+    monkeypatch.setattr("safetune.store.shared.files.Directory", Late)
+    monkeypatch.setattr("safetune.store.shared.puller.FIRST_S", 0.1)
+    with pytest.warns(StoreWarning, match="does not answer in time"):
+        assert [made(), made()] == [16, 16]
+    answers.set()
+    until(lambda: made() == 32)
 
 
 def test_offline_tuning_writes_to_the_store(copies: Any, cache_dir: Path) -> None:

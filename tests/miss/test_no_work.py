@@ -14,7 +14,7 @@ import safetune as package
 from safetune import safetune
 from safetune.compilers.resolve import resolve
 from safetune.errors import NothingToMeasure
-from safetune.miss import background, retry
+from safetune.miss import background, failures
 from safetune.offline.tasks import find_kernels, tune_task
 from safetune.offline.tasks import tasks as tasks_of
 from safetune.settings import Settings
@@ -148,7 +148,7 @@ class TestTheKeyAfterwards:
         kernel = tuner()
         copy(kernel, 0)
         (state,) = kernel.states
-        again = retry.Retry(-1, delay_s=-1.0)
+        again = failures.Retry(-1, delay_s=-1.0)
         state.set_fallback(kernel.configs[1], again)
         assert copy(kernel, 0) == BLOCKS[1]
         assert state.decision().retry is again
@@ -160,6 +160,4 @@ def test_a_config_that_alone_launches_nothing_is_not_chosen() -> None:
     assert copy(kernel, 40, grid=lambda meta: (40 // meta["BLOCK"],)) != BLOCKS[-1]
     store = open_lookup(Settings.current()).store
     ((_, trials),) = store.trials_of()
-    verdicts = {trial.config["BLOCK"]: trial.outcome for trial in trials}
-    assert verdicts[64].verdict.value == "launch_error"
-    assert "launches nothing" in verdicts[64].message
+    assert {trial.config["BLOCK"] for trial in trials} == {*BLOCKS[:-1]}, "no child has tried it"

@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import safetune
 from safetune.miss import reporting
+from safetune.miss.how_far import HowFar
+from safetune.miss.progress import Bar
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -95,11 +98,16 @@ def run(tmp_path: Path, terminal: Terminal) -> Callable[..., Any]:
 def test_a_line_on_a_terminal_that_goes_again(run: Any, terminal: Terminal, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
+    terminal.resize(80)
     process = run({}, gate)
 
-    line = terminal.wait_for("tuning copy_kernel for n=100", "2/3 configs, 1 failed, best ")
+    line = terminal.wait_for("copy_kernel", "2/3 1 failed")
 
-    assert line.startswith("tuning copy_kernel for n=100 (float32): 2/3 configs, 1 failed, best ")
+    assert re.match(
+        r"copy_kernel [━╸╺ ]{10} 2/3 1 failed best [\d.]+ [mu]?s \(1.0x\) 0:\d\d < 0:\d\d n=100",
+        line,
+    ), line
+    assert len(line) <= 80
     writer = os.open(gate, os.O_WRONLY)
     gate.unlink()
     gate.touch()
@@ -108,8 +116,43 @@ def test_a_line_on_a_terminal_that_goes_again(run: Any, terminal: Terminal, tmp_
     assert process.returncode == 0
     assert stdout == ""
     terminal.read_to_the_end()
-    assert terminal.lines[-2:] == ["the program goes on", ""]
+    *_, summary, last, empty = terminal.lines
+    assert summary.startswith("safetune: copy_kernel tuned for n=100 (float32) in "), summary
+    assert (last, empty) == ("the program goes on", "")
     assert b"\x1b[2K" in terminal._shown, "the line is removed"
+
+
+KEY = "M=160, N=160, K=160 (float32)"
+FAR = HowFar("matmul_kernel", 7, 12, 2, 239.0, 502.0, 16.2, 9.4, KEY, "measures BLOCK=64")
+BEGUN = HowFar("matmul_kernel", 0, 12, seconds=3.0, key=KEY, doing="waits for process 7")
+
+#: What a terminal with these columns shows.
+SHOWN = {
+    60: (
+        "matmul_ke… ━━━━    7/12 2 failed 239 ms (2.1x) 0:16 < 0:09 …",
+        "matmul_kernel         0/12   0:03 waits for process 7, M=16…",
+    ),
+    80: (
+        "matmul_kernel ━━━━━╸     7/12 2 failed best 239 ms (2.1x) 0:16 < 0:09 M=160, N=…",
+        "matmul_kernel            0/12   0:03 waits for process 7, M=160, N=160, K=160 (…",
+    ),
+    120: (
+        "matmul_kernel ━━━━━━━━╸       7/12 2 failed best 239 ms (2.1x) 0:16 < 0:09 "
+        "M=160, N=160, K=160 (float32), measures BLOC…",
+        "matmul_kernel                 0/12   0:03 "
+        "waits for process 7, M=160, N=160, K=160 (float32)",
+    ),
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_line_fits_and_the_key_is_what_gets_cut(columns: int) -> None:
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    for far in (FAR, BEGUN):
+        bar = Bar(lambda far=far: far, console=console, auto_refresh=False)
+        console.print(*bar.get_renderables())
+    lines = console.file.getvalue().splitlines()
+    assert tuple(line.rstrip() for line in lines) == SHOWN[columns]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +171,7 @@ def test_lines_where_no_line_can_be_shown(
         seen = iter(process.stderr.readline, "")
         line = next(line for line in seen if "measures BLOCK=64 " in line)
     else:
-        line = terminal.wait_for("2/3 configs", "measures BLOCK=64 ")
+        line = terminal.wait_for("2/3, 1 failed", "measures BLOCK=64 ")
     writer = os.open(gate, os.O_WRONLY)
     gate.unlink()
     gate.touch()
@@ -139,8 +182,8 @@ def test_lines_where_no_line_can_be_shown(
 
     assert own == "the program goes on"
     assert re.match(
-        r"safetune: tuning copy_kernel for n=100 \(float32\): 2/3 configs, 1 failed, best [\d.]+ "
-        r"[mu]?s, \d+ s; measures BLOCK=64 ",
+        r"safetune: tuning copy_kernel 2/3, 1 failed, best [\d.]+ [mu]?s \(1.0x\), "
+        r"0:\d\d < 0:\d\d, n=100 \(float32\), measures BLOCK=64 ",
         line,
     ), line
     assert re.fullmatch(
@@ -194,7 +237,8 @@ def test_which_process_tells_of_a_long_tuning(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     Settings.current()
-    with reporting.lines(reporting.Tally(request_), Ended(1)):
+    tally = reporting.Tally(request_)
+    with reporting.showing(tally.how_far, ended=Ended(1)):
         pass
     for seconds in (9.99, 10.0):
         reporting.tell_result(request_, replace(result, phases={"measure": seconds}))
@@ -229,11 +273,14 @@ def test_the_first_line_comes_after_ten_seconds_and_then_one_every_thirty(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     ended = Ended(3)
     now = iter([0.0, 10.0, 40.0, 70.0])
-    with reporting.lines(reporting.Tally(request_, clock=lambda: next(now)), ended):
+    tally = reporting.Tally(request_, clock=lambda: next(now))
+    with reporting.showing(tally.how_far, ended=ended):
         pass
     assert ended.waits == [10.0, 30.0, 30.0, 30.0]
-    text = "safetune: tuning copy_kernel for n=100 (float32): 0/2 configs, 0 failed"
-    assert capsys.readouterr().err.splitlines() == [f"{text}, {s} s; " for s in (10, 40, 70)]
+    assert capsys.readouterr().err.splitlines() == [
+        f"safetune: tuning copy_kernel 0/2, {passed}, n=100 (float32)"
+        for passed in ("0:10", "0:40", "1:10")
+    ]
 
 
 def test_a_line_says_what_the_tuning_waits_for(request_: TuningRequest) -> None:
@@ -261,21 +308,15 @@ def test_no_line_for_a_short_tuning(
     run: Any, terminal: Terminal, copies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, whose server runs already: a tuning takes a fraction of the delay."""
-    from safetune.miss import progress
-
     stderr = os.fdopen(os.dup(terminal.theirs), "w")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stderr", stderr)
     made = copies(None, None)
     made(100)
     made(101)
-    monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    shown = terminal.lines
-    made(102)
     stderr.close()
     terminal.read_to_the_end()
-    assert shown == [""]
-    assert "tuning copy_kernel for n=102" in terminal._shown.decode()
+    assert terminal.lines == [""]
 
 
 def test_the_print_knob_has_the_terminal_to_itself(
@@ -352,11 +393,9 @@ def test_a_kernel_says_its_key_its_configs_and_its_choices(
     monkeypatch.setenv("SAFETUNE_MODE", "frozen")
     made(101)
     texts.append(repr(made.tuner))
-    texts.append(repr(copies(None, key="auto").tuner))
     kernel = "<safetune kernel copy_kernel, key="
     assert texts == [
         f"{kernel}['n', 'FLAG'], 2 configs, 0 keys with a choice>",
         f"{kernel}['n', 'FLAG'], 2 configs, 1 key with a choice>",
         f"{kernel}['n', 'FLAG'], 2 configs, 1 key with a choice and 1 without>",
-        f"{kernel}'auto', 1 config, 0 keys with a choice>",
     ]

@@ -20,9 +20,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import safetune
-from safetune import CaptureMiss, InvalidSetting
-from safetune.isolation import backend, cuda_driver
-from safetune.isolation.cuda import Cuda
+from safetune import InvalidSetting, MissError
+from safetune.both import backend, cuda_driver
+from safetune.both.cuda import Cuda
 from safetune.miss import background, under_capture
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -248,41 +248,42 @@ class TestError:
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, copies: type[Copies]
     ) -> Copies:
         if request.param == "decorator":
-            return copies(capture_miss="error")
-        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "error")
+            return copies(on_miss="error")
+        monkeypatch.setenv("SAFETUNE_ON_MISS", "error")
         return copies()
 
-    def test_names_what_would_have_avoided_it(
-        self, copy: Copies, driver: Driver, tried: Callable[[], list[str]]
+    def test_nothing_is_launched_and_a_choice_made_since_is_used(
+        self, copy: Copies, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         dst, src = torch.zeros(100), torch.ones(100)
-        with driver.capturing(7), pytest.raises(CaptureMiss) as caught:
+        with driver.capturing(7), pytest.raises(MissError) as caught:
             copy.launch(dst, src, 100)
         message = str(caught.value)
-        assert message.startswith("copy_kernel has no choice for n=100 (float32)")
-        assert "safetune.prepare(step, ...)" in message
+        assert message.startswith("copy_kernel has no choice for n=100 (float32) on interpreter")
         assert not dst.any(), "nothing was launched"
-        assert tried() == []
-        copy(100)
+        assert under_capture.misses() == ()
+        monkeypatch.delenv("SAFETUNE_ON_MISS", raising=False)
+        chosen = copies(fastest=32)(100)
+        monkeypatch.setenv("SAFETUNE_ON_MISS", "error")
         with driver.capturing(8):
-            copy(100)
+            assert copies(fastest=32)(100) == chosen
 
     def test_the_decorator_wins(
         self, copies: type[Copies], driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "error")
-        with driver.capturing(7), warned():
-            assert copies(capture_miss="fallback")(100) == 16
+        monkeypatch.setenv("SAFETUNE_ON_MISS", "error")
+        with driver.capturing(7):
+            assert copies(on_miss="fallback")(100) == 16
 
     def test_another_value_is_refused(
         self, copies: type[Copies], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with pytest.raises(InvalidSetting, match="capture_miss='raise'"):
-            copies(capture_miss="raise")
-        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "")
+        with pytest.raises(InvalidSetting, match="on_miss='raise'"):
+            copies(on_miss="raise")
+        monkeypatch.setenv("SAFETUNE_ON_MISS", "")
         copies()(100)
-        monkeypatch.setenv("SAFETUNE_CAPTURE_MISS", "warn")
-        with pytest.raises(InvalidSetting, match="SAFETUNE_CAPTURE_MISS='warn'"):
+        monkeypatch.setenv("SAFETUNE_ON_MISS", "raise")
+        with pytest.raises(InvalidSetting, match="SAFETUNE_ON_MISS='raise'"):
             copies()(200)
 
 
@@ -331,13 +332,14 @@ class TestModes:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setenv("SAFETUNE_MODE", mode)
-        copy = copies(capture_miss="error")
-        with driver.capturing(7), pytest.raises(CaptureMiss, match=r"safetune\.prepare"):
+        copy = copies(on_miss="error")
+        with driver.capturing(7), pytest.raises(MissError):
             copy(100)
         assert "runs with" not in caplog.text
-        assert not safetune.prepare(copy, 100).unsettled
-        with driver.capturing(8):
-            assert copy(100) == 16
+        calls = open_lookup(Settings.current()).store.calls()
+        assert len(calls) == (mode == "record"), "the call is noted first"
+        with pytest.raises(MissError):
+            safetune.prepare(copy, 100)
 
     def test_inline_is_not_tuned_either_and_has_no_store(
         self,

@@ -107,23 +107,3 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
     assert loaded["compilations"] == [True, True, True]
     assert loaded["hooks"] == [], "none after `preload`, as for a server that refuses compilations"
     assert loaded["loaded"] == 3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
-def test_an_amd_gpu_needs_to_be_there_as_little(
-    card: Any, warm: Any, tmp_path: Path, architecture: str
-) -> None:
-    """Compiled only: no AMD GPU has run these kernels."""
-    elsewhere = str(tmp_path / "recorded")
-    card("store", SAFETUNE_MODE="tune", TRITON_CACHE_DIR=elsewhere, CARD=architecture)
-
-    declared, recorded = warm("warm_kernels.py --dtype float16", "--recorded warm_kernels:fill")
-    assert [(c["call"], c["config"], c["origin"]) for c in declared["compiled"]] == CHOSEN
-    assert {c["device"] for c in declared["compiled"]} == {"AMD Instinct"}
-    assert (declared["code"], recorded["code"]) == (0, 0)
-    assert len(list((tmp_path / "compiled").rglob("*.hsaco"))) == 3
-
-    first, _ = card("launch", CARD=architecture)
-    assert first["launched"] == ["add_one 4", "add_one 2", "fill 2"]
-    assert first["compilations"] == [True, True, True], "each was found in the disk cache"

@@ -79,8 +79,8 @@ def test_a_number_that_is_not_finite_is_refused_before_it_is_encoded(
     number: float, store: Store, tmp_path: Path
 ) -> None:
     for entry, column in (
-        (choice_of(1, {"X": [number]}), "choice.config"),
-        (choice_of(1, {"X": 1}, created=number), "choice.created"),
+        (choice_of(1, {"X": [number]}), "choice: config"),
+        (choice_of(1, {"X": 1}, created=number), "choice: created"),
     ):
         with pytest.raises(RecordError, match=column):
             store.put_choice(entry.choice)

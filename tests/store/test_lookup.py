@@ -34,7 +34,7 @@ def guarded(tmp_path):
 def refuse_writes(store) -> None:
     """Make SQLite fail every insert, as a full disk does."""
     connection = sqlite3.connect(store.path)
-    for table in ("trial", "choice", "kernel"):
+    for table in ("trial", "choice", "key"):
         connection.execute(
             f"CREATE TRIGGER full_{table} BEFORE INSERT ON {table} "
             "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
@@ -140,12 +140,13 @@ def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, re
         guarded.put_trial(records.trial("after"))
         assert guarded.put_choice(records.choice("c2", generation=2)).generation == 2
         assert guarded.put_choice(records.choice("new", key="other")).config_digest == "new"
-    assert [trial.config_digest for trial in guarded.trials("key", 1)] == ["before", "after"]
+    assert [trial.config_digest for trial in guarded.trials("key", 1)] == ["before"]
     assert guarded.choice("key").config_digest == "c2"
     assert guarded.choice("other").config_digest == "new"
     assert guarded.generation("key") == 2
     assert [record.message for record in caplog.records] == [
-        f"cannot write to the store {guarded.path}: disk is full; continuing in memory"
+        f"cannot write to the store {guarded.path}: disk is full; this process keeps its choices "
+        "in memory"
     ]
 
 
@@ -180,7 +181,7 @@ def test_a_bad_record_is_dropped_without_giving_up_the_store(guarded, records, c
         assert guarded.put_choice(bad) is bad
         guarded.put_trial(records.trial(created=math.inf))
     assert len(caplog.records) == 2
-    assert "choice.median_ms" in caplog.text
+    assert "choice: median_ms" in caplog.text
     guarded.put_choice(records.choice())
     again = GuardedStore.open(guarded.path.parent)
     assert again.choice("key") == records.choice()
@@ -196,7 +197,7 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from safetune.store.lookup import GuardedStore
 store = GuardedStore.open(directory)
 store.put_choice(choice("c1"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (262144, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 for index in range(40):
     store.put_trial(trial(index, message="x" * 8000))
 print(len(store.trials("key", 1)), store.choice("key").config_digest)
@@ -204,8 +205,10 @@ print(len(store.trials("key", 1)), store.choice("key").config_digest)
         tmp_path,
     )
     warning, result = output.splitlines()
-    assert warning.endswith("continuing in memory")
-    assert result == "40 c1"
+    assert warning.endswith("this process keeps its choices in memory")
+    stored, chosen = result.split()
+    assert 0 < int(stored) < 40
+    assert chosen == "c1"
 
 
 def test_a_database_deleted_in_a_run_does_not_raise(guarded, records):
@@ -241,22 +244,6 @@ print(lookup.find(key, "declared").config_digest, lookup.store.choice(key.digest
         tmp_path,
     )
     assert output == "c1 c2\n"
-
-
-def test_related_choices_in_memory_are_found_where_the_store_is_broken(guarded, records, caplog):
-    guarded.put_key(records.key("stored"))
-    guarded.put_choice(records.choice(key="stored"))
-    refuse_writes(guarded)
-    guarded.put_key(records.key("kept"))
-    guarded.put_choice(records.choice(key="kept"))
-    assert [related.choice.key for related in guarded.related("kernel", "device")] == [
-        "stored",
-        "kept",
-    ]
-    connection = sqlite3.connect(guarded.path)
-    connection.executescript("DROP TABLE choice")
-    connection.close()
-    assert [related.choice.key for related in guarded.related("kernel", "device")] == ["kept"]
 
 
 def test_a_relative_directory_stays_where_it_was_at_the_import(tmp_path, children, monkeypatch):

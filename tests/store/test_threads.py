@@ -43,7 +43,7 @@ for _ in range(20):
 """
 
 
-@pytest.mark.parametrize("name", ["safetune.store.schema", "safetune.isolation.protocol"])
+@pytest.mark.parametrize("name", ["safetune.store.schema", "safetune.both.protocol"])
 def test_they_do_not_crash_the_process(name: str) -> None:
     content = sorted((ROOT / "cache").glob("*.json"))[0]
     command = [sys.executable, "-c", THREADS, name, str(content)]

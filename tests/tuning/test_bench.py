@@ -23,7 +23,7 @@ from safetune.inputs import compile_spec
 from safetune.inputs.call import Call, Hooks
 from safetune.isolation import child_handle
 from safetune.isolation.compile_pool import CompilePool
-from safetune.keys.kernel_digest import kernel_identity
+from safetune.keys.identity import kernel_identity
 from safetune.keys.tuning_key import Device, Toolchain, TuningKey
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning.bench import LaunchBench

@@ -15,10 +15,11 @@ import triton.language as tl
 from safetune import History, InvalidSetting, safetune, space
 from safetune.config import config_digest
 from safetune.miss.resolve import Miss
-from safetune.outcome import Mark
-from safetune.settings import Settings
+from safetune.outcome import Mark, Outcome, Verdict
+from safetune.settings import SearchBudget, Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning.requests import Progress, SearchBudget, TuningResult
+from safetune.store.records import TrialRecord
+from safetune.tuning.requests import Progress, TuningResult
 from safetune.tuning.tuner import tune
 
 N = 100
@@ -179,6 +180,21 @@ def test_a_search_is_told_of_the_nearest_keys_and_tries_their_choices_first() ->
             assert trial.time_ms == milliseconds(**trial.config.kwargs)
 
 
+def test_a_lack_of_memory_at_another_key_says_nothing_of_its_config() -> None:
+    store = open_lookup(Settings.current()).store
+    launched(decorated(budget=3, proposer=InOrder()), n=2 * N)
+    (chosen,) = store.choices()
+    lacked = CONFIGS[-1]
+    outcome = Outcome(Verdict.NO_MEMORY)
+    digest = config_digest(lacked)
+    store.put_trial(TrialRecord(chosen.choice.key, digest, lacked.all_kwargs(), 1, outcome, 1.0))
+    proposer = InOrder()
+    launched(decorated(budget=2, proposer=proposer))
+    (neighbour,) = proposer.told[0].neighbours
+    assert len(neighbour.trials) == 3
+    assert all(trial.time_ms for trial in neighbour.trials)
+
+
 def test_a_budget_does_not_end_before_a_config_works() -> None:
     def fails(arguments: dict[str, Any], reset_only: bool = False) -> None:
         note(arguments)
@@ -210,6 +226,37 @@ def test_without_scikit_learn_the_search_is_random_and_says_so(
     with pytest.warns(UserWarning, match=r"drawn at random; install safetune\[search\]"):
         launched(kernel := decorated(budget=6))
     assert len(kernel.configs_timings) == 6
+
+
+@pytest.mark.parametrize(
+    ("variable", "own", "tried"),
+    [("7", None, 7), ("7", 5, 5), ("1000", None, len(CONFIGS)), ("100h", 4, 4), ("", 6, 6)],
+)
+def test_a_variable_is_the_budget_of_kernels_without_their_own(
+    monkeypatch: pytest.MonkeyPatch, variable: str, own: int | None, tried: int
+) -> None:
+    monkeypatch.setenv("SAFETUNE_BUDGET", variable)
+    kernel = decorated(budget=own)
+    launched(kernel)
+
+    assert len(kernel.configs_timings) == tried
+
+
+def test_a_time_in_the_variable_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETUNE_BUDGET", "0.01s")
+    kernel = decorated()
+    launched(kernel)
+
+    assert 0 < len(kernel.configs_timings) < len(CONFIGS)
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "5 minutes", "2.5", "nan"])
+def test_a_variable_that_is_no_budget_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("SAFETUNE_BUDGET", value)
+    with pytest.raises(InvalidSetting, match=f"budget={value!r} of SAFETUNE_BUDGET is neither"):
+        Settings.current()
 
 
 def test_a_budget_or_proposer_that_is_none_of_them_is_refused() -> None:

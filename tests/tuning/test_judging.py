@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ import triton.language as tl
 from safetune import safetune
 from safetune.miss import candidates
 from safetune.miss.resolve import Miss
+from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.requests import Progress, TuningResult
 from safetune.tuning.tuner import tune
+from tests import stored_rows
 
 N = 100
 
@@ -88,7 +89,7 @@ class Judged:
     def rows(self) -> dict[int, tuple[str, int]]:
         """Return the verdict and the size of the group of each stored BLOCK."""
         (database,) = Path(os.environ["SAFETUNE_CACHE_DIR"]).glob("*.db")
-        connection = sqlite3.connect(database)
+        connection = stored_rows.connected(database)
         found = connection.execute("SELECT config, verdict, judged FROM trial").fetchall()
         connection.close()
         return {json.loads(config)["BLOCK"]: (verdict, judged) for config, verdict, judged in found}
@@ -130,18 +131,16 @@ def test_what_an_interrupted_tuning_has_timed_is_judged_with_the_rest(
     }
 
 
-def test_a_config_that_is_added_is_compared_and_no_more_is_launched_than_it_takes(
-    judged: Judged,
-) -> None:
+def test_a_config_that_is_added_is_judged_by_all_that_are_stored(judged: Judged) -> None:
     assert adds(judged.tune(good(5))) == 0
     assert adds(judged.tune([*good(5), (512, 0)])) == 0
-    assert judged.launched == [16, 512], "it agrees with the incumbent"
+    assert judged.launched == [16, 32, 512], "it agrees with those that race it"
     assert judged.rows()[512] == ("ok", 6)
     result = judged.tune([*good(5), (512, 0), BAD])
     assert adds(result) == 0
     assert result.stored.dispute == ""
     assert judged.rows()[1024] == ("wrong_result", 0)
-    assert judged.launched == [16, 32, 64, 128, 1024], "four of seven are a majority"
+    assert judged.launched == [16, 32, 64, 128, 256, 512, 1024], "it disagrees: all vote"
 
 
 @pytest.mark.full
@@ -188,3 +187,64 @@ def test_partial_results_that_a_hook_resets_are_no_dispute() -> None:
         ("ok", ())
     }
     assert {outcome.judged for _, outcome in result.outcomes} == {7}
+
+
+@triton.jit
+def scaled_kernel(dst, src, scale, n, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(src + offset, mask=offset < n) * tl.load(scale)
+    tl.store(dst + offset, value, mask=offset < n)
+
+
+@pytest.mark.parametrize("steady", [(), (16, 64)], ids=["none repeats", "two repeat"])
+def test_a_config_whose_launches_leave_other_bits_is_chosen_only_where_no_other_works(
+    tmp_path: Path, steady: tuple[int, ...]
+) -> None:
+    """What changes is far below the tolerance, and such configs are the fastest."""
+    counter, current = str(tmp_path / "count"), {"BLOCK": 0}
+
+    def hook(arguments: dict[str, Any]) -> None:
+        current["BLOCK"] = arguments["BLOCK"]
+        with open(counter, "a+") as file:
+            file.write(".")
+            count = file.tell()
+        arguments["scale"].fill_(1.0 if arguments["BLOCK"] in steady else 1.0 + count * 1e-6)
+
+    def bench(launch: Callable[[], None], quantiles: Any) -> list[float]:
+        launch()
+        return [10.0 + current["BLOCK"] if current["BLOCK"] in steady else 1.0] * 3
+
+    configs = [triton.Config({"BLOCK": 16 << i}, pre_hook=hook) for i in range(4)]
+    kernel = safetune(configs=configs, key=["n"], do_bench=bench)(scaled_kernel)
+    arguments = torch.zeros(N), torch.randn(N), torch.ones(1), N
+    result = tune(
+        Miss(kernel, arguments, {"grid": lambda meta: (-(-N // meta["BLOCK"]),)}).request(),
+        open_lookup(Settings.current()).store,
+    )
+    assert result.choice.kwargs["BLOCK"] == 16
+    marked = {c.kwargs["BLOCK"] for c, o in result.outcomes if o.marked(Mark.NOT_REPEATABLE)}
+    assert not marked.intersection(steady)
+    assert 16 in {*marked, *steady}
+    assert ("not_repeatable: dst, scale" in result.stored.marks) == (not steady)
+
+
+@triton.jit
+def drawn_kernel(dst, n, seed, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.rand(seed + tl.program_id(0), tl.arange(0, BLOCK))
+    tl.store(dst + offset, value, mask=offset < n)
+
+
+def test_numbers_that_a_tile_draws_are_right_in_every_config() -> None:
+    """Two of the three, with one warp count each, were rejected without a word."""
+    configs = [triton.Config({"BLOCK": 16}, num_warps=1 << i) for i in range(3)]
+    configs += [triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})]
+    kernel = safetune(configs=configs, key=["n"])(drawn_kernel)
+    arguments = torch.zeros(N), N, 3
+    request = Miss(kernel, arguments, {"grid": lambda meta: (-(-N // meta["BLOCK"]),)}).request()
+    result = tune(request, open_lookup(Settings.current()).store)
+    assert {(outcome.verdict.value, outcome.judged) for _, outcome in result.outcomes} == {
+        ("ok", 5)
+    }
+    assert all(outcome.marked(Mark.VARIES) for _, outcome in result.outcomes)
+    assert sum("depends on the tile" in note for note in result.notes) == 1

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
+from safetune.both.protocol import Budget
 from safetune.config import config_text
-from safetune.isolation.protocol import Budget
 from safetune.miss.resolve import Miss
-from safetune.outcome import Group, Mark, Outcome, OutputReport, Timing, Verdict
+from safetune.outcome import Effects, Group, Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.tuning import race
 from safetune.tuning.bench import Ready
@@ -41,6 +41,8 @@ class Bench:
     interpreted = False
     chooses = True
     notes: tuple[str, ...] = ()
+    effects = Effects(repeats=True)
+    varied: frozenset[int] = frozenset()  # configs whose launches leave other bits
 
     def __init__(self, request: TuningRequest, same: dict[int, int] | None = None) -> None:
         self._same = same or {}
@@ -68,8 +70,12 @@ class Bench:
         if groups is not None:
             number = groups[0].number if groups else config
             new = None if groups else Group(config, 0, (0,))
-            report = OutputReport(number, new, written=(7,), stale=(0,))
+            report = OutputReport(number, new, written=(7,), sums=(0,))
         return Outcome(Verdict.OK, timing=timing), report
+
+    def repeat(self, config: int) -> tuple[Outcome, Sequence[tuple[int, int, str]]]:
+        self.measured[config] += 1
+        return Outcome(Verdict.OK), [(config, 0, "dst")] if config in self.varied else []
 
     def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
         return {config: self.measure(config, budget)[0] for config, budget in budgets.items()}
@@ -122,8 +128,8 @@ def test_a_config_with_the_code_of_another_is_not_run_and_shares_its_outcome() -
         mark = Mark.SAME_AS.of(config_text(configs[same]))
         assert outcomes[config] == outcomes[same].with_marks([mark])
         assert outcomes[config].shareable
-    stored = store.outcomes(result.stored.key).values()
-    assert sum(outcome.marked(Mark.SAME_AS) for outcome in stored) == 2
+    stored = store.trials(result.stored.key)
+    assert sum(trial.outcome.marked(Mark.SAME_AS) for trial in stored) == 2
 
 
 @pytest.mark.parametrize("same", [{0: 1}, {1: 0}])
@@ -132,6 +138,23 @@ def test_of_two_with_the_same_code_the_one_declared_first_is_chosen(same: dict[i
     result, bench = tuned(2, Store.in_memory(), same)
     assert result.choice.kwargs["TAG"] == 0
     assert len(bench.measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("racy", "chosen"), [({0, 1}, 2), ({2}, 0), ({0, 1, 2, 3}, 0)], ids=["two", "a slow one", "all"]
+)
+def test_the_fastest_that_leaves_the_same_bits_each_time_is_chosen(
+    racy: set[int], chosen: int
+) -> None:
+    class Racy(Bench):
+        varied = frozenset(racy)
+
+    result, _ = tuned(4, Store.in_memory(), kind=Racy)
+    assert result.choice.kwargs["TAG"] == chosen
+    marks = [Mark.NOT_REPEATABLE.reason_in(outcome.marks) for _, outcome in result.outcomes]
+    tried = racy if chosen != 0 or 0 in racy else set[int]()  # from the fastest on
+    assert marks == ["dst" if config in tried else "" for config in range(4)]
+    assert any("not_repeatable" in mark for mark in result.stored.marks) == (chosen in racy)
 
 
 class FailingFinal(Bench):

@@ -25,31 +25,64 @@ def test_a_tie_goes_to_the_config_declared_first():
     assert race.best({0: timing(1.02), 1: timing(1.0)}) == 1
 
 
+def outcome(timing: Timing, *tunings: str) -> Outcome:
+    return Outcome(Verdict.OK, timing, tunings=tunings)
+
+
+def near(*timings: Timing) -> list[int]:
+    (found,) = race.finalists({i: outcome(each) for i, each in enumerate(timings)})
+    return sorted(found)
+
+
 def test_only_those_near_the_best_race():
-    timings = {0: timing(1.0), 1: timing(1.04), 2: timing(1.2)}
-    assert race.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
+    assert near(timing(1.0), timing(1.04), timing(1.2)) == [0, 1]
 
 
 def test_a_config_whose_launches_were_held_up_races():
     """Its median says nothing; some of its launches are as fast as those of the best."""
     held_up = Timing(median_ms=6.6, p20_ms=1.02, p80_ms=17.0, count=48, stage="screen")
     slow = replace(held_up, p20_ms=1.2)
-    timings = {0: timing(1.0), 1: held_up, 2: slow}
-    assert race.finalists(timings, new=[0, 1, 2], incumbent=None) == [0, 1]
-    near = {number: timing(1.03) for number in range(3, 20)}
-    assert 1 in race.finalists(timings | near, new=[*timings, *near], incumbent=None)
-
-
-def test_only_new_configs_challenge_an_incumbent():
-    timings = {0: timing(1.0), 1: timing(1.01), 2: timing(1.02)}
-    assert race.finalists(timings, new=[2], incumbent=0) == [0, 2]
+    assert near(timing(1.0), held_up, slow) == [0, 1]
+    assert 1 in near(timing(1.0), held_up, slow, *[timing(1.03)] * 17)
 
 
 def test_a_coarse_time_near_the_best_is_measured_again():
     """Where the configs that were faster have proved wrong, it may be the best of the others."""
     coarse = Timing(1.4, 1.4, 1.4, 2, "coarse")
-    timings = {0: timing(1.0), 1: coarse, 2: timing(1.4), 3: replace(coarse, median_ms=3.5)}
-    assert race.finalists(timings, new=[0, 1, 2, 3], incumbent=None) == [0, 1]
+    assert near(timing(1.0), coarse, timing(1.4), replace(coarse, median_ms=3.5)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("times", "finalists"),
+    [
+        (["a=5", "a=6"], [[0]]),
+        (["a=5", "b=2"], [[0], [1]]),
+        # The fastest of the first tuning was timed again in the second, and has beaten the others.
+        (["a=9", "a=5 b=5", "b=4"], [[2]]),
+        (["a=9", "c=8", "a=5 b=5", "b=4"], [[1], [3]]),
+        # It has been taken away: what it had beaten is not beaten by what it never met.
+        (["a=9", "b=4"], [[0], [1]]),
+        # The one that was timed again was itself slower than another one of the first tuning.
+        (["a=5", "a=7 b=7", "b=10"], [[0], [1]]),
+        (["a=5", "a=5.2 b=5.2", "b=5.1"], [[0], [2, 1]]),
+    ],
+)
+def test_only_times_of_one_tuning_are_compared(times, finalists):
+    tunings = [text.split() for text in times]
+    last = [float(entries[-1].partition("=")[2]) for entries in tunings]
+    outcomes = {
+        i: outcome(timing(ms), *entries)
+        for i, (ms, entries) in enumerate(zip(last, tunings, strict=True))
+    }
+    assert race.finalists(outcomes) == finalists
+
+
+def test_the_last_tunings_of_an_outcome_are_kept():
+    timed = outcome(timing(3.0))
+    for number in range(20):
+        timed = timed.timed_in(f"t{number}").timed_in(f"t{number}")
+    assert list(timed.times()) == [f"t{number}" for number in range(12, 20)]
+    assert timed.times()["t19"] == 3.0
 
 
 def rounds(*medians: float) -> list[Timing]:

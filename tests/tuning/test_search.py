@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from safetune import History, InvalidSetting, Neighbour, Trial, space
-from safetune.tuning.requests import SearchBudget
+from safetune.settings import SearchBudget
 from safetune.tuning.search import BATCH, RandomProposer, Search, one_step
 
 CONFIGS = tuple(
@@ -228,5 +228,5 @@ def test_a_space_is_every_combination_that_where_keeps() -> None:
     assert (config.kwargs, config.num_stages, config.maxnreg) == ({"BM": 16}, 2, 128)
     with pytest.raises(InvalidSetting, match=r"BM=64 is not a list of values; write BM=\[\.\.\.\]"):
         space(BM=64)  # type: ignore[arg-type]
-    with pytest.raises(InvalidSetting, match="no config is left of 2"):
+    with pytest.raises(InvalidSetting, match="none of 2 configs is left"):
         space(BM=[16, 32], where=lambda c: c.BM > 32)

@@ -6,14 +6,13 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
+from safetune.both import cuda, cuda_driver
 from safetune.cli.doctor.report import Check, check
 from safetune.errors import BackendError
-from safetune.isolation import cuda, cuda_driver
 
-_ELSEWHERE = "kernels run in Triton's interpreter here; tune on a machine with an NVIDIA GPU"
+_ELSEWHERE = "only NVIDIA GPUs have isolation; tune on a machine with one"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -21,10 +20,6 @@ def gpus() -> Iterator[Check]:
     """The driver and each GPU: its compute mode, MPS and MIG."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         yield check("GPU", "TRITON_INTERPRET=1 is set", warn="unset it to use the GPU")
-    if _has_hip():
-        fix = "AMD GPUs tune without isolation, as in Triton; SAFETUNE_EXPERIMENTAL_HIP=1 tries it"
-        yield check("GPU", "torch is built for ROCm", warn=fix)
-        return
     try:
         driver = cuda_driver.load()
     except BackendError as error:
@@ -70,13 +65,6 @@ def _torch_sees(count: int) -> Check:
     build = f"torch {torch.__version__} sees none of the {count} devices of the driver"
     state = "warn" if os.environ.get("TRITON_INTERPRET") == "1" else "fail"
     return check("torch's CUDA", build, **{state: "install a torch that is built for CUDA"})
-
-
-def _has_hip() -> bool:
-    """Whether torch is built for ROCm; importing it takes 3 s."""
-    spec = find_spec("torch")
-    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
-    return re.search(r"^hip\b.*= '", text, re.MULTILINE) is not None
 
 
 def _kernel_module() -> str:

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetune import triton_internals
+from safetune.both import elsewhere
 from safetune.cli.command import in_another_process
 from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import version_of
-from safetune.isolation import elsewhere
+from safetune.show.words import size
 
 #: The oldest and the newest versions that are supported.
 _SUPPORTED = (("torch", (2, 8), ()), ("triton", (3, 6), triton_internals.NEWEST))
@@ -106,8 +107,7 @@ def _calls() -> Check:
 def isolation(probe: Path = _PROBE) -> Iterator[Check]:
     """Tune a kernel with a config that crashes, in a process with a store of its own."""
     with tempfile.TemporaryDirectory(prefix="safetune-doctor-") as directory:
-        kept = [n for n in os.environ if n[:9] != "SAFETUNE_" or n == "SAFETUNE_EXPERIMENTAL_HIP"]
-        variables = {name: os.environ[name] for name in kept}
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("SAFETUNE_")}
         try:
             done = elsewhere.ask(
                 in_another_process("tune", str(probe), "--json"),
@@ -135,11 +135,3 @@ def judged(code: int, stdout: str, stderr: str) -> Check:
     if code or working != ["FAULT=0"]:
         return check("isolation", words, fail="report it as a bug of safetune, with `--json`")
     return check("isolation", f"a tuning process crashed, and the tuning went on ({words})")
-
-
-def size(count: int) -> str:
-    """Return a number of bytes with its unit."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.3g} {unit}"
-    return f"{count} bytes"

@@ -7,17 +7,19 @@ import os
 import shutil
 import socket
 import stat
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetune.cli.doctor.machine import size
+from safetune.cli.doctor.remedies import remedy, shared_path
 from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import counted
-from safetune.cli.stored import check_writable, located, open_store
+from safetune.cli.stored import check_writable, copy_of_shared, counts, located, open_store
 from safetune.errors import InvalidSetting, SafetuneError, StoreError
 from safetune.settings import Mode, Settings, display_url
+from safetune.show.words import size
 
 #: A store of many kernels has some 10 MiB; Triton's cache has GiBs.
 _LITTLE_SPACE = 1 << 30
@@ -52,26 +54,19 @@ def cache_directory() -> Iterator[Check]:
 
     current = Settings.current()
     where = located()
-    kind = db_files.mounted_type(current.cache_dir) or "unknown file system"
-    found = where.warning(current) if where.network else f"{current.cache_dir} ({kind})"
+    found = where.warning(current) if where.network else str(current.cache_dir)
     fix = "for choices that are kept on a local disk, set SAFETUNE_CACHE_DIR to one on each node"
     yield check("cache directory", found, warn=fix * bool(where.network))
-    if where.directory is None:
-        fix = "set TMPDIR or SAFETUNE_CACHE_DIR to one"
-        yield check("database", "no local disk is writable", fail=fix)
-        return
-    yield _writable(where.directory)
+    yield from _writable(where.directory)
     if where.directory.exists():
         yield _permissions(where.directory)
         if aside := db_files.moved(where.directory / db_files.DATABASE_NAME):
-            words = (
-                f"{counted(len(aside), 'damaged database')} kept beside it, the last {aside[-1]}"
-            )
-            yield check("damaged databases", words, warn="safetune gc --older-than 0 --dry-run")
+            words = f"a database that could not be used is kept beside it: {aside[-1]}"
+            yield check("database set aside", words, warn="delete it once you do not need it")
     yield _space("space for the database", where.directory)
 
 
-def _writable(directory: Path) -> Check:
+def _writable(directory: Path) -> Iterator[Check]:
     """Nothing is made where there is no database yet."""
     from safetune.store.local import db_files
 
@@ -80,15 +75,27 @@ def _writable(directory: Path) -> Check:
         try:
             check_writable()
         except StoreError as error:
-            fix = "correct the permissions, or set SAFETUNE_CACHE_DIR to a directory of your own"
-            return check("database", str(error), fail=fix)
-        choices = len(open_store().choices())
-        return check("database", f"{database}, {counted(choices, 'choice')}, can be written")
+            fix = remedy(error, directory, "set SAFETUNE_CACHE_DIR to another directory")
+            yield check("database", str(error), fail=fix)
+            return
+        store = open_store()
+        rows = counts(store)
+        nouns = {"key": "key", "trial": "trial", "choice": "choice", "call": "recorded call"}
+        parts = [counted(rows.get(table, 0), noun) for table, noun in nouns.items()]
+        words = f"{database}, {size(database.stat().st_size)}: {', '.join(parts)}"
+        yield check("database", f"{words}; it can be written")
+        if damaged := store.corrupt_rows():
+            found = f"{counted(damaged, 'damaged row')}, which safetune ignores and measures again"
+            yield check("damaged rows", found, warn="look for errors of the disk in dmesg")
+        return
     parent = _existing(directory)
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        fix = "set SAFETUNE_CACHE_DIR to a directory that you can write to"
-        return check("database", f"{directory} cannot be created in {parent}", fail=fix)
-    return check("database", f"{database} does not exist yet, and can be created")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        fix = remedy(error, parent, "set SAFETUNE_CACHE_DIR to a directory that you can write to")
+        yield check("database", f"{parent} cannot be written to: {error.strerror}", fail=fix)
+    else:
+        yield check("database", f"{database} does not exist yet, and can be created")
 
 
 def _permissions(directory: Path) -> Check:
@@ -111,9 +118,11 @@ def triton_cache() -> Iterator[Check]:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     directory = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
     parent = _existing(directory)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        fix = "set TRITON_CACHE_DIR to a directory that you can write to"
-        yield check("Triton's cache", f"{parent} cannot be written", fail=fix)
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        fix = remedy(error, parent, "set TRITON_CACHE_DIR to a directory that you can write to")
+        yield check("Triton's cache", f"{parent} cannot be written to: {error.strerror}", fail=fix)
         return
     from safetune.store.local import db_files
 
@@ -141,20 +150,28 @@ def shared_store() -> Iterator[Check]:
             seconds = time.perf_counter() - start
             lease = store.lease("safetune-doctor", socket.gethostname())
             if lease is not None:
-                lease.release(published=False)
+                lease.release()
     except Unwritable as error:
         fix = "allow this user to write; choices of this node are not shared"
         yield check("shared store", f"{words}: {error}", warn=fix)
         return
     except SafetuneError as error:
-        fix = (
-            "check the URL, the network and the credentials; until then each node tunes for itself"
-        )
-        yield check("shared store", f"{words}: {error}", fail=fix)
+        fix = remedy(error, shared_path(url), "check the URL, the network and the credentials")
+        found = f"{words}: {error}; until it is corrected each node tunes for itself"
+        yield check("shared store", found, fail=fix)
         return
     words += f", answers in {seconds * 1e3:.3g} ms"
     slow = "choices are looked up in one request per kernel; a store that is closer is faster"
     yield check("shared store", words, warn=slow * (seconds > _SLOW_S))
+
+
+def shared_choices() -> Iterator[Check]:
+    """What the shared store has, of all devices and toolchains."""
+    entries = copy_of_shared().choices()
+    kernels = {entry.key.kernel_name for entry in entries}
+    devices = sorted({str(entry.key.device["name"]) for entry in entries})
+    words = f"{counted(len(entries), 'choice')} of {counted(len(kernels), 'kernel')}"
+    yield check("shared choices", f"{words} for {', '.join(devices)}" if entries else words)
 
 
 def packs() -> Iterator[Check]:

@@ -6,8 +6,8 @@ thread that waits for another process to write does not hold that lock: the othe
 
 A connection is closed before a fork, and each side opens its own at its next use. A database in
 memory cannot be opened again: a forked child starts with an empty one. A database that was deleted
-or replaced is opened again, as is one whose log was deleted, and a damaged file is renamed. Every
-failure is a `StoreError`.
+or replaced, or whose log was deleted, is opened again: its rows that no other process finds are
+lost. A file that cannot be used is renamed. Every failure is a `StoreError`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetune import forks
-from safetune.errors import StoreError
+from safetune.errors import StoreError, from_signal_handler
 from safetune.messages import logger
-from safetune.store.local import db_files, lost_log, opening
+from safetune.store.local import db_files, opening
 from safetune.store.local.db_files import Damaged, Identity, Locked, identity, tries
 from safetune.store.local.locks import waited
 from safetune.store.local.rows import RecordError
@@ -67,7 +67,6 @@ class Connection:
         self._sqlite: sqlite3.Connection | None = None
         self._file: Identity = None
         self._logs: tuple[Identity, ...] = ()
-        self._rescued: lost_log.Rows = {}
         self._prepare = opening.prepare
         self._closed = False
         self.renew()
@@ -81,16 +80,23 @@ class Connection:
             self._gave_up.discard("read")
 
     @contextlib.contextmanager
-    def transaction(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
+    def transaction(
+        self, wait_s: float | None = None, durable: bool = False
+    ) -> Iterator[sqlite3.Connection]:
         """One transaction for plain statements, committed at the end; raises `StoreError`.
 
         Args:
             wait_s: how long to wait for other processes that write; as long as SAFETUNE_WAIT and
                 earlier waits leave if None.
+            durable: it is on the disk at the end, with all that was written before.
         """
         begin, limit_s = time.monotonic(), self._timeout_s("write to") if wait_s is None else wait_s
         for last in tries(limit_s, *_PAUSES_S):
-            with self._alone() as connection, self._failures("write to", begin, wait_s is None):
+            with (
+                self._alone() as connection,
+                self._failures("write to", begin, wait_s is None),
+                _synchronous(connection) if durable else contextlib.nullcontext(),
+            ):
                 try:
                     begun = _begin(connection, must=last)
                 finally:
@@ -109,7 +115,7 @@ class Connection:
             pass
 
     def close(self) -> None:
-        """Close for good; a later use raises `StoreError`."""
+        """Close permanently; a later use raises `StoreError`."""
         self._notice_fork()
         with self._lock:
             self._end()
@@ -121,16 +127,11 @@ class Connection:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store {self._name} is closed")
-            lost = self._lost()
-            if lost == "file":
+            if self._is_lost():
                 logger.warning("the store %s was deleted or replaced; opening it again", self.path)
-                self._disconnect()
-            elif lost == "log":
-                self._rescue()
-            connection = self._sqlite = self._sqlite or self._connected()
-            if self._rescued:
-                self._write_rescued(connection)
-            yield connection
+                self._drop()
+            self._sqlite = self._sqlite or self._connected()
+            yield self._sqlite
 
     def _connected(self) -> sqlite3.Connection:
         with self._failures("open"):
@@ -155,54 +156,19 @@ class Connection:
         left_s = self._wait_s - waited.seconds
         return max(_LEAST_TIMEOUT_S, min(BUSY_TIMEOUT_S, left_s))
 
-    def _lost(self) -> str:
-        """Which of the open files no other process finds, so that what is written would be lost.
+    def _end(self) -> None:
+        self._drop() if self._is_lost() else self._disconnect()
 
-        `file`, `log`, or neither.
-        """
+    def _is_lost(self) -> bool:
+        """Whether an open file is no longer reachable by name, so that writes are lost."""
         if self._sqlite is None or self.path is None or self._file is None:
-            return ""
+            return False
         try:
             file, logs = identity(self.path), db_files.logs(self.path)
         except OSError:  # SQLite will fail as well, if it lasts
-            return ""
+            return False
         pairs = zip(self._logs, logs, strict=True)
-        is_log_gone = any(own is not None and own != other for own, other in pairs)
-        return "file" if file != self._file else "log" if is_log_gone else ""
-
-    def _rescue(self) -> None:
-        """Close the file whose log was deleted; what it had is written at the next opening."""
-        assert self._sqlite is not None
-        assert self.path is not None
-        same = [each for each in tuple(_connections) if each is not self and each.path == self.path]
-        with contextlib.ExitStack() as held:
-            for each in same:  # SQLite shares the log among all connections of a process
-                if not each._lock.acquire(timeout=_FORK_WAIT_S):
-                    raise StoreError(f"the log of the store {self.path} was deleted")
-                held.callback(each._lock.release)
-            logger.warning(
-                "the log of the store %s was deleted while it was open; what this process sees of "
-                "it is written again",
-                self.path,
-            )
-            self._rescued = lost_log.rows(self._sqlite, self._rescued)
-            with lost_log.files_kept(self.path):
-                for each in (*same, self):
-                    each._disconnect()
-
-    def _write_rescued(self, connection: sqlite3.Connection) -> None:
-        """Write what a deleted log held; at the next use if that fails now."""
-        with contextlib.suppress(StoreError), self._failures("write to"):
-            connection.execute(_busy_timeout(self._timeout_s("write to")))
-            lost_log.write(connection, self._rescued)
-            self._rescued = {}
-
-    def _end(self) -> None:
-        """Close the file, and first save what a deleted log holds."""
-        if self._lost() == "log" or self._rescued:
-            with contextlib.suppress(StoreError), self._alone():
-                pass
-        self._disconnect()
+        return file != self._file or any(own is not None and own != other for own, other in pairs)
 
     @contextlib.contextmanager
     def _failures(
@@ -220,6 +186,8 @@ class Connection:
         except RecordError:
             raise
         except (StoreError, *opening.SQLITE_ERRORS, OSError, ImportError, OverflowError) as error:
+            if from_signal_handler(error):  # while a lock was waited for
+                raise
             message = f"cannot {action} the store {self._name}: {opening.reason_of(error)}"
             if opening.is_damage(error):
                 self._prepare = opening.prepare_suspect
@@ -241,6 +209,22 @@ class Connection:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
+    def _drop(self) -> None:
+        """Close files that are lost, and leave those alone that took their place.
+
+        SQLite shares a log among all connections of a process, so those close that can.
+        """
+        assert self.path is not None
+        others = [
+            each for each in tuple(_connections) if each is not self and each.path == self.path
+        ]
+        with db_files.unchanged(self.path), contextlib.ExitStack() as held:
+            for each in others:
+                if each._lock.acquire(timeout=_FORK_WAIT_S):
+                    held.callback(each._lock.release)
+                    each._disconnect()
+            self._disconnect()
+
     def _notice_fork(self) -> None:
         """Catch the forks that run none of Python's hooks."""
         if self._pid != os.getpid():
@@ -256,7 +240,7 @@ class Connection:
         return True
 
     def resume(self) -> None:
-        """Let the other threads go on."""
+        """Let the other threads continue."""
         self._lock.release()
 
     def renew(self) -> None:
@@ -282,7 +266,9 @@ class ReadOnlyConnection(Connection):
             yield connection
 
     @contextlib.contextmanager
-    def transaction(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
+    def transaction(
+        self, wait_s: float | None = None, durable: bool = False
+    ) -> Iterator[sqlite3.Connection]:
         """Raise `StoreError`."""
         raise StoreError(f"the store {self.path} is only read here")
         yield
@@ -290,6 +276,16 @@ class ReadOnlyConnection(Connection):
 
 def _busy_timeout(wait_s: float) -> str:
     return f"PRAGMA busy_timeout={wait_s * 1000:.0f}"
+
+
+@contextlib.contextmanager
+def _synchronous(connection: sqlite3.Connection) -> Iterator[None]:
+    """Have a commit wait for the disk; only outside of a transaction can SQLite be told so."""
+    connection.execute("PRAGMA synchronous=FULL")
+    try:
+        yield
+    finally:
+        connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def _begin(connection: sqlite3.Connection, must: bool) -> bool:

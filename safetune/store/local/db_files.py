@@ -4,8 +4,8 @@ Their locks, too: `tries` waits for a process that has one.
 
 SQLite's log is memory that processes share, which two machines cannot, and its locks are those of
 the file system (https://www.sqlite.org/wal.html, https://www.sqlite.org/lockingv3.html). So where
-the cache directory is on a network file system, the database goes to a disk of this node, and the
-directory becomes the shared store of all nodes, whose files need neither: choices outlive the job.
+the cache directory is on a network file system, the database goes to the user's own folder below
+the temporary directory, and the cache directory becomes the shared store of all nodes.
 
 SQLite follows a symbolic link and writes to its target, and gives its log files the permissions of
 the database, so both are checked before SQLite opens anything.
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
+import functools
 import os
 import random
 import re
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,15 +43,13 @@ DATABASE_NAME = "safetune.db"
 LOGS = ("-wal", "-shm", "-journal")
 LOCK = ".lock"
 
-#: The newest moved databases are kept, this many.
-_KEPT = 3
+#: The bytes of a database file that every reader locks, and that SQLite locks alone to write the
+#: log back and delete it: https://www.sqlite.org/src/file/src/os.h (SHARED_FIRST, SHARED_SIZE).
+_SHARED = (0x40000002, 510)
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.
 creating = forks.lock()
-
-#: Where a node's own disk may be, in this order, before /tmp.
-_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 
 #: `f_type` of statfs(2). From linux/magic.h, but for those of Lustre, GPFS, BeeGFS, PanFS and SNFS,
 #: which are in GNU coreutils (src/stat.c, those that it calls remote).
@@ -71,42 +70,44 @@ _NETWORK = {
     0x19830326: "BeeGFS",
     0xAAD7AAEA: "PanFS",
     0xBEEFDEAD: "SNFS",
+    0x65735546: "FUSE",  # of a network (sshfs, JuiceFS, s3fs, ...) or not: the number is the same
 }
 
-FUSE = 0x65735546
-
-#: FUSE also serves disks, images and overlays of this machine; of any other kind it may be a
-#: network's (sshfs, GlusterFS, JuiceFS, s3fs, gcsfuse, ...).
-_LOCAL_FUSE = re.compile(
-    r"fuseblk|virtiofs|fuse\.(bindfs|cryfs|encfs|exfat|fuse-overlayfs|fuse2fs|gocryptfs|lxcfs|"
-    r"mergerfs|ntfs-3g|securefs|squashfuse|squashfuse_ll|unionfs|unionfs-fuse|zfs-fuse)"
-)
-
-_MOUNTS = Path("/proc/self/mountinfo")
+#: The same of those in memory: tmpfs and ramfs.
+_IN_MEMORY = (0x01021994, 0x858458F6)
 
 #: The program's own random numbers stay as they are: ranks that wait would differ in them after.
 _random = random.SystemRandom()
 
 
-def network_of(
-    path: Path, type_of: Callable[[Path], int | None] | None = None, mounts: Path = _MOUNTS
-) -> str:
+def network_of(path: Path, type_of: Callable[[Path], int | None] | None = None) -> str:
     """Return the name of the network file system that a path is, or will be, on; empty if none.
 
     Args:
         type_of: the number of the file system of a path, None where there is no such path.
-        mounts: the table of what is mounted.
     """
     if sys.platform != "linux":
         return ""
-    for existing in (path, *path.parents):
-        found = (type_of or _type_of)(existing)
-        if found == FUSE:
-            kind = mounted_type(existing, mounts)
-            return "" if _LOCAL_FUSE.fullmatch(kind) else kind or "FUSE"
-        if found is not None:
-            return _NETWORK.get(found, "")
-    return ""
+    return _NETWORK.get(_file_system(path, type_of or _type_of), "")
+
+
+@functools.cache
+def outlives_machine(path: Path) -> bool:
+    """Whether a file is still there after the machine went down: on a disk of this machine, and
+    not below the temporary directory.
+    """
+    import tempfile
+
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if path.resolve().is_relative_to(temporary) or network_of(path):
+        return False
+    return sys.platform == "linux" and _file_system(path, _type_of) not in _IN_MEMORY
+
+
+def _file_system(path: Path, type_of: Callable[[Path], int | None]) -> int:
+    """Return the number of the file system that a path is, or will be, on; 0 if not known."""
+    numbers = map(type_of, (path, *path.parents))
+    return next((number for number in numbers if number is not None), 0)
 
 
 def _type_of(path: Path) -> int | None:
@@ -116,35 +117,19 @@ def _type_of(path: Path) -> int | None:
     return None if failed else int(result[0]) & 0xFFFFFFFF
 
 
-def mounted_type(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system that a path is, or will be, on, such as `fuse.sshfs`."""
-    try:
-        device = next(each for each in (path, *path.parents) if each.exists()).stat().st_dev
-        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    found = ""
-    for line in lines:  # https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2:3] == [number]:
-            found = source.split()[0]
-    return found
-
-
 @dataclass(frozen=True)
 class Location:
     """Where choices are kept."""
 
-    directory: Path | None  # of the database; None for memory
+    directory: Path  # of the database
     network: str = ""  # the file system of the cache directory, if it is a network's
     choices: Path | None = None  # the cache directory, where it is the shared store by default
     problem: str = ""  # why it is not, though it is on a network
 
     @property
-    def database(self) -> Path | None:
+    def database(self) -> Path:
         """The path of the database."""
-        return self.directory and self.directory / DATABASE_NAME
+        return self.directory / DATABASE_NAME
 
     def shared(self, settings: Settings) -> str:
         """Return the URL of the shared store; empty for none."""
@@ -152,17 +137,14 @@ class Location:
         return settings.shared or by_default
 
     def warning(self, settings: Settings) -> str:
-        """Return what to tell of a cache directory on a network; empty if it is not."""
+        """Return the message about a cache directory on a network; empty if it is not."""
         if not self.network:
             return ""
-        where = f"the database is in {self.directory}, on this node"
-        if self.directory is None:
-            where = f"no other directory is on a local disk (${', $'.join(_VARIABLES)}, /tmp), and "
-            where += "choices are kept in memory"
         shared = f"; {settings.cache_dir} is the shared store of all nodes" if self.choices else ""
         return (
             f"{settings.cache_dir} is on a network file system ({self.network}), where SQLite is "
-            f"not safe: {where}{shared}{self.problem}. To choose other directories, set "
+            f"not safe: the database is in {self.directory}, on this node{shared}{self.problem}. "
+            "To choose other directories, set "
             "SAFETUNE_CACHE_DIR to one on a local disk, and SAFETUNE_SHARED"
         )
 
@@ -179,12 +161,10 @@ def locate(
     cache, is_on = settings.cache_dir, is_on or network_of
     if cache.parts[0].startswith("~") or not (network := is_on(cache)):
         return Location(cache)
+    import tempfile
+
     name = f"safetune-{os.getuid()}-{encoding.digest(str(cache))[:16]}"
-    named = [os.environ[variable] for variable in _VARIABLES if os.environ.get(variable)]
-    directory = None
-    for disk in map(Path, ["/tmp", *reversed(named)]):
-        if disk.is_absolute() and os.access(disk, os.W_OK | os.X_OK) and not is_on(disk):
-            directory = disk / name
+    directory = Path(tempfile.gettempdir()) / name
     if settings.shared:
         return Location(directory, network)
     try:
@@ -246,7 +226,7 @@ def check(path: Path) -> None:
 def _check(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
-        raise StoreError(f"{path} is a symbolic link; set SAFETUNE_CACHE_DIR to where it leads")
+        raise StoreError(f"{path} is a symbolic link; set SAFETUNE_CACHE_DIR to its target")
     if not is_kind(found.st_mode):
         raise StoreError(f"{path} is not a {kind}")
     # What root has put there, e.g. in an image, is trusted unless others may change it.
@@ -266,25 +246,26 @@ class Damaged(StoreError):
     """A database of safetune that cannot be used."""
 
 
-def move_aside(path: Path, found: Identity, reason: str, wait_s: float) -> None:
-    """Rename a damaged database and its logs, with one warning that names the new file.
+def set_aside(path: Path, seen: Identity, reason: str, wait_s: float) -> None:
+    """Rename a database that cannot be used and its logs, with one warning that names the new file.
 
-    Of many processes that see the damage one moves; `found` is the file that was seen.
+    Of many processes that see the reason one renames; `seen` is the file that was looked at. Only
+    the newest renamed database is kept.
     """
     with _locked(path, exclusive=True, wait_s=wait_s):
-        if found is None or identity(path) != found:
+        if seen is None or identity(path) != seen:
             return
-        last = max(map(_stamp, moved(path)), default=0)  # the clock may have been set back since
-        stamp = max(time.time_ns(), last + 1)
-        aside = path.with_name(f"{path.name}.corrupt-{stamp}-{os.getpid()}")
+        older = moved(path)
+        stamp = max(time.time_ns(), *(_stamp(file) + 1 for file in older), 0)  # clocks are set back
+        aside = path.with_name(f"{path.name}.aside-{stamp}-{os.getpid()}")
         for log in (*LOGS, ""):  # the database last: until then all of it can be done again
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
-        for old in moved(path)[:-_KEPT]:
-            remove(old)
+        for file in older:
+            remove(file)
     warn(
-        f"the store {path} is damaged ({reason}); it is renamed to {aside}, and "
-        "an empty database replaces it",
+        f"the store {path} cannot be used ({reason}); it is renamed to {aside}, and an empty one "
+        "replaces it",
         StoreWarning,
     )
 
@@ -303,16 +284,22 @@ def unmoved(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-def answer(path: Path, name: str) -> Path:
-    """Return the file whose time says when a shared store was last asked for all that it has."""
-    return path.with_name(f"{path.stem}-shared-{name}")
+@contextlib.contextmanager
+def unchanged(path: Path) -> Iterator[None]:
+    """Keep SQLite from writing to or deleting a file of a database while this process closes it.
 
+    A lock of an open file description stands against the POSIX locks of the same process. Where the
+    system has none, the log of another process may be deleted.
+    """
+    import fcntl
 
-def forget_answers(path: Path) -> None:
-    """Delete these files, after choices were deleted or imported."""
-    for file in path.parent.glob(answer(path, "*").name):
-        with contextlib.suppress(OSError):
-            file.unlink()
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, AttributeError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            held.callback(os.close, descriptor)
+            lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, *_SHARED, 0)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
+        yield
 
 
 def remove(aside: Path) -> None:
@@ -321,18 +308,15 @@ def remove(aside: Path) -> None:
         aside.with_name(aside.name + log).unlink(missing_ok=True)
 
 
-def moved(path: Path, before: float = math.inf) -> list[Path]:
-    """Return the databases that were moved aside from here, the oldest first.
-
-    Only those from before a time, in seconds since the epoch.
-    """
-    found = path.parent.glob(f"{path.name}.corrupt-*-*")
-    return sorted((file for file in found if 0 < _stamp(file) < before * 1e9), key=_stamp)
+def moved(path: Path) -> list[Path]:
+    """Return the databases that were moved aside from here, the oldest first."""
+    found = path.parent.glob(f"{path.name}.aside-*-*")
+    return sorted((file for file in found if _stamp(file)), key=_stamp)
 
 
 def _stamp(aside: Path) -> int:
     """Return the time in a name, in nanoseconds; 0 for a log and for any other file."""
-    named = re.search(r"\.corrupt-([0-9]+)-[0-9]+$", aside.name)
+    named = re.search(r"\.aside-([0-9]+)-[0-9]+$", aside.name)
     return int(named[1]) if named else 0
 
 

@@ -1,4 +1,4 @@
-"""The locks of keys, between the processes of this machine, and how long this one has waited.
+"""The locks of keys between the processes of this machine, and this process's waiting time.
 
 The lock of a key says which process tunes it: one byte of a file beside the database, locked by
 `fcntl.lockf` (a POSIX record lock). The kernel frees it when the process ends, however it ends, and
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from safetune import forks
 from safetune.keys import encoding
+from safetune.store.local import in_flight
 from safetune.store.local.db_files import identity, open_lock
 
 try:
@@ -34,7 +35,7 @@ except ImportError:  # not POSIX
 #: Beside `safetune.db`: the file whose bytes are the locks of keys.
 KEY_LOCKS = ".keys.lock"
 
-#: `struct flock` of Linux: the kind of lock, what the start counts from, start, length, process.
+#: `struct flock` of Linux: the kind of lock, the origin of the start, start, length, process.
 _FLOCK = "hhqqi"
 
 #: What `lockf` says of a byte that another process has locked.
@@ -126,8 +127,7 @@ def node_id(database: Path | None) -> str:
                 found = os.fstat(_descriptors[_opened(_path(database))])
             # The start of the machine's kernel, too, as an image may have been copied to several
             # machines with its lock file; containers of one machine have names of their own.
-            boot = Path("/proc/sys/kernel/random/boot_id")
-            machine = boot.read_text() if boot.exists() else platform.node()
+            machine = in_flight.boot_id() or platform.node()
             return encoding.digest([machine, found.st_dev, found.st_ino, found.st_mtime_ns])
     return uuid.uuid4().hex
 

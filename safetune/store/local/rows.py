@@ -1,23 +1,23 @@
-"""The tables of the store: how a record becomes a row with a checksum, and a row a record again.
+"""The tables of the store: a record is a JSON document, beside the columns that queries need.
 
-On the way in, a value that SQLite would change or refuse raises `RecordError`, or is made harmless:
-a NaN would become NULL, and an integer over 64 bit or a lone surrogate is an error of the driver.
-On the way out a row counts only if its checksum, over table, key and content, matches and every
-column has its type and range (`CorruptRowError`). The checksum is against bit rot, not against
-writers. A verdict or a mark that only a newer version knows is not corrupt: see `outcome`.
+A document has its checksum inside, over the table and the rest of it. On the way in, what would not
+come back as it is raises `RecordError`, such as a NaN, and a lone surrogate in a text becomes a
+visible escape. On the way out a row counts only if the checksum matches, every field has its type,
+and the document is that of the row's primary key (`CorruptRowError`). The checksum is against bit
+rot, not against writers. A verdict or a mark that only a newer version knows is not corrupt: see
+`outcome`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import StoreError
 from safetune.frozen import dataclass
 from safetune.keys import encoding
-from safetune.outcome import Outcome, Timing, Verdict
+from safetune.store.local import documents
 from safetune.store.records import ChoiceRecord, KeyRecord, RecordedCall, TrialRecord
 
 if TYPE_CHECKING:
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 Scalar = str | int | float | None
 
-#: The least value of a column. No count or time comes near `MOST`, and counting up from a larger
+#: The least value of a number. No count or time comes near `MOST`, and counting up from a larger
 #: number would never end.
-_LEAST = {"generation": 1, "median_ms": 0, "count": 0, "measured": 0, "judged": 0}
+_LEAST = {"generation": 1, "median_ms": 0, "measured": 0}
 MOST = 10**12
 
-_VERDICTS = {each.value: each for each in Verdict}
-_TIMING = tuple(each.name for each in fields(Timing))
+#: Begins the origin of a choice of this node, before the shared store that has it: `Store.origin`.
+OWN = "here: "
+
+#: The fields with values of the user's, which come back as they are.
+_VALUES = ("config", "device", "toolchain", "call", "arguments")
 
 
 class RecordError(StoreError):
@@ -44,57 +47,66 @@ class CorruptRowError(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """A table as this version reads and writes it. The history is in `opening`."""
+    """A table of the database, which `opening.SCHEMA` makes."""
 
     name: str
+    kind: type  # of its records
     primary_key: tuple[str, ...]
-    #: Their types, in the order of `select`; `dict` and `tuple` (of strings) are JSON.
-    columns: dict[str, type]
-    build: Callable[[dict[str, Any]], Any] = dict  # makes the record out of a row's values
-    nullable: tuple[str, ...] = ()  # the columns that may be NULL, all of them or none
-    #: The columns that older rows lack, with their value in those. That value is not part of the
-    #: checksum, so older rows stay as they are.
-    added: Mapping[str, Scalar] = field(default_factory=dict)
+    more: tuple[str, ...] = ()  # attributes of the record that are also columns
+    own: tuple[str, ...] = ()  # columns of this store alone: not of the record
     select: str = field(init=False)
     select_one: str = field(init=False)  # by its primary key
 
     def __post_init__(self) -> None:
-        names = ", ".join(f"{self.name}.{column}" for column in self.columns)
-        select = f"SELECT {names}, {self.name}.checksum FROM {self.name}"
+        names = ", ".join(f"{self.name}.{column}" for column in ("record", *self.primary_key))
+        select = f"SELECT {names} FROM {self.name}"
         same = " AND ".join(f"{self.name}.{name} = ?" for name in self.primary_key)
         object.__setattr__(self, "select", select)
         object.__setattr__(self, "select_one", f"{select} WHERE {same}")
 
-    def seal(self, values: Mapping[str, Any]) -> dict[str, Scalar]:
-        """Return the row that holds `values`; raises `RecordError` naming the bad column."""
-        row: dict[str, Scalar] = {}
-        for name, kind in self.columns.items():
-            value = values.get(name)
-            try:
-                if not (value is None and name in self.nullable):
-                    _check_range(name, value := _WRITERS[kind](value))
-            except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                reason = f"the store does not keep {self.name}.{name}: {error}"
-                raise RecordError(reason) from error
-            row[name] = value
-        row["checksum"] = self.checksum(tuple(row.values()))
-        return row
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns, in their order."""
+        return (*self.primary_key, *self.more, *self.own, "record")
+
+    def seal(self, record: Any) -> dict[str, Scalar]:
+        """Return the row that holds a record; raises `RecordError`."""
+        try:
+            plain = documents.to_builtins(record, builtin_types=(bytes, bytearray))
+            data = {name: _as_json(name, value) for name, value in plain.items()}
+            record = self._record(data)
+            sealed = encoding.dumps({**data, "checksum": self.checksum(data)})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RecordError(f"the store does not keep this {self.name}: {error}") from error
+        columns = {name: getattr(record, name) for name in (*self.primary_key, *self.more)}
+        return {**columns, "record": sealed}
 
     def unseal(self, row: Sequence[Any]) -> Any:
         """Return the record of a row that `select` read; raises `CorruptRowError`."""
-        *content, checksum = row
+        document, *identity = row
         try:
-            if self.checksum(content) != checksum:
+            data = encoding.loads(document)
+            if data.pop("checksum", None) != self.checksum(data):
                 raise CorruptRowError("its checksum does not match")
-            values = {
-                name: None if value is None and name in self.nullable else _read(name, kind, value)
-                for (name, kind), value in zip(self.columns.items(), content, strict=True)
-            }
-        except (TypeError, ValueError, RecursionError) as error:
+            record = self._record(data)
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptRowError(str(error)) from error
-        if len({values[name] is None for name in self.nullable}) > 1:
-            raise CorruptRowError(f"it has only some of {', '.join(self.nullable)}")
-        return self.build(values)
+        if [getattr(record, name) for name in self.primary_key] != identity:
+            raise CorruptRowError("it is the document of another row")
+        return record
+
+    def _record(self, data: Any) -> Any:
+        """Return the record that plain data describes; raises `ValueError`, which names a field."""
+        try:
+            record: Any = documents.convert(data, self.kind)
+        except documents.ValidationError as error:
+            reason, _, path = str(error).partition(" - at `$.")
+            raise ValueError(f"{path[:-1]}: {reason}" if path else reason) from error
+        for name, least in _LEAST.items():
+            value = getattr(record, name, least)
+            if not least <= value <= MOST:
+                raise ValueError(f"{name} is {value}, not a number from {least} to {MOST}")
+        return record
 
     def sound(
         self,
@@ -120,12 +132,12 @@ class Table:
         return connection.execute(statement, tuple(row.values())).rowcount > 0
 
     def upsert(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> None:
-        """Write a row, over one with its key. Columns that only a newer version knows stay."""
-        marks, own = ", ".join("?" * len(row)), [n for n in row if n not in self.primary_key]
+        """Write a row, over one with its key, whose place among the others it takes."""
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        changed = ", ".join(f"{name} = excluded.{name}" for name in row)
         connection.execute(
-            f"INSERT INTO {self.name} ({', '.join(row)}) VALUES ({marks}) "
-            f"ON CONFLICT ({', '.join(self.primary_key)}) "
-            f"DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in own)}",
+            f"INSERT INTO {self.name} ({names}) VALUES ({marks}) "
+            f"ON CONFLICT ({', '.join(self.primary_key)}) DO UPDATE SET {changed}",
             tuple(row.values()),
         )
 
@@ -142,114 +154,35 @@ class Table:
         """Return the record with this primary key; None without a sound one."""
         return next(self.sound(connection.execute(self.select_one, identity).fetchall()), None)
 
-    def checksum(self, content: Sequence[Any]) -> str:
-        """Return the checksum of a row with these values."""
-        named = zip(self.columns, content, strict=True)
-        kept = [v for name, v in named if name not in self.added or v != self.added[name]]
-        return encoding.digest([self.name, *kept])
+    def checksum(self, data: Mapping[str, Any]) -> str:
+        """Return the checksum of a document with this content."""
+        return encoding.digest([self.name, data])
 
 
-def _trial(values: dict[str, Any]) -> TrialRecord:
-    timing = [values.pop(name) for name in _TIMING]
-    outcome = {each.name: values.pop(each.name) for each in fields(Outcome) if each.name in values}
-    verdict = outcome["verdict"]
-    outcome["verdict"] = _VERDICTS.get(verdict) or Verdict.read(verdict)
-    outcome["timing"] = None if None in timing else Timing(*timing)
-    return TrialRecord(outcome=Outcome(**outcome), **values)
-
-
-KERNEL = Table(
-    "kernel", ("digest",), {"digest": str, "name": str, "source": str, "file": str, "line": int}
-)
-DEVICE = Table("device", ("digest",), {"digest": str, "record": dict})
 KEY = Table(
-    "key",
-    ("digest",),
-    {"digest": str, "name": str, "kernel": str, "device": str, "toolchain": dict, "call": dict},
+    "key", KeyRecord, ("digest",), ("kernel_name", "kernel_digest", "device_digest", "space")
 )
-TRIAL = Table(
-    "trial",
-    ("key", "generation", "config_digest"),
-    {"key": str, "generation": int, "config_digest": str, "config": dict}
-    | {"verdict": str, "detail": str, "message": str, "stderr": str}
-    | {"median_ms": float, "p20_ms": float, "p80_ms": float, "count": int, "stage": str}
-    | {"gpu_uuid": str, "marks": tuple, "created": float, "judged": int},
-    _trial,
-    nullable=_TIMING,
-    added={"judged": 0},
-)
+TRIAL = Table("trial", TrialRecord, ("key", "generation", "config_digest"), ("verdict", "created"))
 CHOICE = Table(
     "choice",
+    ChoiceRecord,
     ("key", "declared", "generation"),
-    {"key": str, "generation": int, "config_digest": str, "config": dict, "declared": str}
-    | {"median_ms": float, "measured": int, "created": float, "marks": tuple},
-    lambda values: ChoiceRecord(**values),
-    added={"marks": "[]"},
+    ("config_digest", "created"),
+    own=("origin",),
 )
+CALL = Table("call", RecordedCall, ("key",), ("name", "created"))
 
-CALL = Table(
-    "call",
-    ("key",),
-    {"key": str, "name": str, "place": str, "arguments": dict, "created": float},
-    lambda values: RecordedCall(**values),
-)
+TABLES = (KEY, TRIAL, CHOICE, CALL)
 
-TABLES = (KERNEL, DEVICE, KEY, TRIAL, CHOICE, CALL)
-
-
-#: The tables that have many rows of one key, and what is left without one.
-OF_KEY = ("trial", "choice", "call")
-_DELETE_UNUSED = (
-    "DELETE FROM kernel WHERE digest NOT IN (SELECT kernel FROM key)",
-    "DELETE FROM device WHERE digest NOT IN (SELECT device FROM key)",
-)
+#: The tables that have rows of a key.
+_OF_KEY = ("trial", "choice", "call")
 
 
 def delete_keys(connection: sqlite3.Connection, keys: Sequence[tuple[str]]) -> None:
     """Delete some keys in the open transaction, with all that is stored of them alone."""
-    for table in OF_KEY:
+    for table in _OF_KEY:
         connection.executemany(f"DELETE FROM {table} WHERE key = ?", keys)
     connection.executemany("DELETE FROM key WHERE digest = ?", keys)
-    for statement in _DELETE_UNUSED:
-        connection.execute(statement)
-
-
-def key_rows(record: KeyRecord) -> tuple[tuple[Table, dict[str, Scalar]], ...]:
-    """Return the rows of a key: its kernel, its device and itself; raises `RecordError`."""
-    kernel = {name: getattr(record, f"kernel_{name}") for name in KERNEL.columns}
-    device = {"digest": record.device_digest, "record": record.device}
-    key = {"name": kernel["name"], "kernel": kernel["digest"], "device": device["digest"]}
-    values = ((KERNEL, kernel), (DEVICE, device), (KEY, {**vars(record), **key}))
-    return tuple((table, table.seal(of_table)) for table, of_table in values)
-
-
-def key_record(
-    key: Mapping[str, Any], kernel: Mapping[str, Any], device: Mapping[str, Any]
-) -> KeyRecord:
-    """Return the key that these three rows' values make."""
-    of_kernel = {f"kernel_{name}": value for name, value in kernel.items()}
-    of_kernel["kernel_name"] = key["name"]  # kernels of one source may have several
-    return KeyRecord(
-        digest=key["digest"],
-        **of_kernel,
-        device_digest=device["digest"],
-        device=device["record"],
-        toolchain=key["toolchain"],
-        call=key["call"],
-    )
-
-
-def trial_row(record: TrialRecord) -> dict[str, Scalar]:
-    """Return a trial as a row; raises `RecordError`."""
-    outcome = record.outcome
-    timing = {} if outcome.timing is None else vars(outcome.timing)
-    verdict = {"verdict": outcome.verdict.value}
-    return TRIAL.seal({**vars(record), **vars(outcome), **timing, **verdict})
-
-
-def choice_row(record: ChoiceRecord) -> dict[str, Scalar]:
-    """Return a choice as a row; raises `RecordError`."""
-    return CHOICE.seal(vars(record))
 
 
 def text(value: str) -> str:
@@ -259,43 +192,18 @@ def text(value: str) -> str:
     return value.encode("utf-8", "backslashreplace").decode()
 
 
-def _integer(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is not an integer")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError("an integer over 64 bit")
-    return int(value)
+def _as_json(name: str, value: Any) -> Any:
+    """Return the value of a field as JSON gives it back; raises `ValueError`, which names it."""
+    try:
+        found = encoding.loads(encoding.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    return found if name in _VALUES else _visible(found)
 
 
-def _real(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a finite number")
-    return float(value) + 0.0  # SQLite has no -0.0 in a column, and the checksum would differ
-
-
-def _json(value: dict[str, Any]) -> str:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is not a dict")
-    return encoding.dumps(value)
-
-
-def _texts(values: tuple[str, ...]) -> str:
-    return encoding.dumps([text(value) for value in values])
-
-
-_WRITERS: dict[type, Any] = {str: text, int: _integer, float: _real, dict: _json, tuple: _texts}
-
-
-def _read(name: str, kind: type, value: Any) -> Any:
-    data = encoding.loads(value) if kind in (dict, tuple) else value
-    if kind is tuple and isinstance(data, list) and all(type(item) is str for item in data):
-        data = tuple(data)
-    if type(data) is not kind:
-        raise TypeError(f"{name} is not of type {kind.__name__}")
-    _check_range(name, data)
-    return data
-
-
-def _check_range(name: str, value: Any) -> None:
-    if name in _LEAST and not _LEAST[name] <= value <= MOST:
-        raise ValueError(f"{name} is {value}, not a number from {_LEAST[name]} to {MOST}")
+def _visible(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {text(name): _visible(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_visible(value) for value in data]
+    return text(data) if isinstance(data, str) else data

@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetune.errors import StoreError
 from safetune.messages import logger
-from safetune.outcome import TRANSIENT, Outcome
-from safetune.store.local import db_files, rows
+from safetune.outcome import TRANSIENT, VIOLENT
+from safetune.store.local import db_files, in_flight, rows
 from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged
-from safetune.store.local.rows import CALL, CHOICE, DEVICE, KERNEL, KEY, TRIAL, Scalar, Table, text
+from safetune.store.local.rows import CALL, CHOICE, KEY, OWN, TRIAL, Scalar, Table, text
 from safetune.store.records import (
+    PINNED_LIST,
     CallCount,
     ChoiceRecord,
     KeyRecord,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from safetune.store.local.reading import Reader
     from safetune.store.shared.layer import SharedLayer
 
 #: The origin of a choice that is not the record of a shared store: see `Store.origin`.
@@ -43,30 +44,25 @@ AGREED = "sync()"
 #: Of one config list the choice that `records.wins` prefers; of several lists, the newest first.
 _BEST_FIRST = "ORDER BY choice.generation DESC, choice.created DESC"
 CHOICES_OF_KEY = f"{CHOICE.select} WHERE key = ? {_BEST_FIRST}"
+_OF_KERNEL = "SELECT digest FROM key WHERE kernel_name = ?"
 CHOICES_OF_LIST = f"{CHOICE.select} WHERE key = ? AND declared = ? ORDER BY generation DESC"
-_CHOSEN = "SELECT key, declared FROM choice WHERE created > ?"
-_ORIGIN = "SELECT origin FROM choice WHERE key = ? AND declared = ? AND generation = ?"
+_ORIGINS = "SELECT key, declared, generation, origin FROM choice"
+_ORIGIN = f"{_ORIGINS} WHERE key = ? AND declared = ? AND generation = ?"
 _TRIALS_OF_KEY = f"{TRIAL.select} WHERE key = ? ORDER BY generation, rowid"
+_LATEST_TRIAL = (
+    f"{TRIAL.select} WHERE key = ? AND config_digest = ? AND generation <= ? "
+    "ORDER BY generation DESC LIMIT 1"
+)
+_DELETE_TRIAL = "DELETE FROM trial WHERE key = ? AND generation = ? AND config_digest = ?"
+_VIOLENT = sorted(verdict.value for verdict in VIOLENT)
+_DELETE_FAILURES = (
+    f"DELETE FROM trial WHERE key = ? AND verdict IN ({', '.join('?' * len(_VIOLENT))})"
+)
 
-_OF_NAME = "WHERE key.name = ifnull(?, key.name)"
-_RELATED = "WHERE key.kernel = ? AND key.device = ?"
+_RELATED = "WHERE key.kernel_digest = ? AND key.device_digest = ?"
 _OF_KEYS = "JOIN key ON key.digest = {0}.key {1} {2}"
-_KEYS = f"{KEY.select} {_OF_NAME} ORDER BY name, rowid"
-_CHOICES = f"{CHOICE.select} {_OF_KEYS.format('choice', _OF_NAME, _BEST_FIRST)}"
-_TRIALS = f"{TRIAL.select} {_OF_KEYS.format('trial', _OF_NAME, 'ORDER BY generation, trial.rowid')}"
 _RELATED_KEYS = f"{KEY.select} {_RELATED} ORDER BY rowid"
 _RELATED_CHOICES = f"{CHOICE.select} {_OF_KEYS.format('choice', _RELATED, _BEST_FIRST)}"
-
-_HAS_KEY = (
-    "SELECT 1 FROM key JOIN kernel ON kernel.digest = key.kernel "
-    "JOIN device ON device.digest = key.device WHERE key.digest = ?"
-)
-
-_PASSING = ", ".join(f"'{verdict.value}'" for verdict in TRANSIENT)
-_TRIED = (
-    f"SELECT config_digest FROM trial WHERE key = ? AND created > ? AND verdict NOT IN ({_PASSING})"
-)
-_FORGET = "DELETE FROM trial WHERE key = ? AND config_digest = ?"
 
 
 class Store:
@@ -81,7 +77,7 @@ class Store:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._reported: set[tuple[Any, ...]] = set()
-        self._put_keys: dict[str, tuple[tuple[Table, dict[str, Scalar]], ...]] = {}
+        self._put_keys: dict[str, dict[str, Scalar]] = {}
 
     @classmethod
     def open(cls, directory: Path, wait_s: float = math.inf) -> Self:
@@ -111,71 +107,103 @@ class Store:
         """The database file; None in memory."""
         return self.connection.path
 
+    @property
+    def outlives_machine(self) -> bool:
+        """Whether the database is still there after the machine went down."""
+        return self.path is not None and db_files.outlives_machine(self.path)
+
     def close(self) -> None:
         """Close the database; every later call raises `StoreError`."""
+        if self.shared is not None:
+            self.shared.close()
         self.connection.close()
 
     def put_key(self, record: KeyRecord) -> None:
-        """Write a key with its kernel and device, or refresh them."""
-        prepared = self._put_keys[text(record.digest)] = rows.key_rows(record)
+        """Write a key, or refresh it."""
+        row = self._put_keys[text(record.digest)] = KEY.seal(record)
         with self.connection.transaction() as connection:
-            for table, row in prepared:
-                table.upsert(connection, row)
+            KEY.upsert(connection, row)
 
-    def put_trial(self, *records: TrialRecord) -> None:
+    def put_trial(self, *records: TrialRecord, durable: bool = False) -> None:
         """Write outcomes of configs of one key, over earlier rows of the same generation.
 
-        A transient outcome never replaces a row: it says nothing about the config.
+        A transient outcome never replaces one: it says nothing about the config. A failure of one
+        call leaves what other calls have shown: see `TrialRecord.after`. With `durable` they are on
+        the disk at the end.
         """
-        sealed = [(rows.trial_row(record), record.outcome.verdict) for record in records]
-        with self.connection.transaction() as connection:
-            for row, verdict in sealed:
+        sealed = [(TRIAL.seal(record), record) for record in records]
+        with self.connection.transaction(durable=durable) as connection:
+            for row, record in sealed:
                 self._restore_key(connection, row)
-                if verdict in TRANSIENT:
+                if record.outcome.verdict in TRANSIENT:
+                    self._drop_in_flight(connection, row)
                     TRIAL.insert(connection, row, "IGNORE")
-                else:
-                    TRIAL.upsert(connection, row)
+                    continue
+                if (merged := self._merged(connection, row, record)) is not record:
+                    row = TRIAL.seal(merged)
+                TRIAL.upsert(connection, row)
+
+    def drop_in_flight(self, record: TrialRecord) -> None:
+        """Delete the row of a config that has begun to run, and of which no outcome will come."""
+        row = TRIAL.seal(record)
+        with self.connection.transaction() as connection:
+            self._drop_in_flight(connection, row)
+
+    def _drop_in_flight(self, connection: sqlite3.Connection, row: dict[str, Scalar]) -> None:
+        identity = [row[name] for name in TRIAL.primary_key]
+        before = TRIAL.find(connection, *identity)
+        if before is not None and before.flight:
+            connection.execute(_DELETE_TRIAL, identity)
+
+    def _merged(
+        self, connection: sqlite3.Connection, row: dict[str, Scalar], record: TrialRecord
+    ) -> TrialRecord:
+        """Return the record with the failures that were seen with other calls."""
+        if record.outcome.scope is None:
+            return record
+        wanted = row["key"], row["config_digest"], row["generation"]
+        for before in self._fetch(connection, TRIAL, _LATEST_TRIAL, *wanted):
+            if before.elsewhere or not (before.outcome.runs and record.outcome.runs):
+                return record.after(before)
+        return record
 
     def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
         """Return the outcomes of a key, or of one generation, in the order of their writing."""
         with self.connection.reading() as connection:
             found = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
+        if any(trial.flight for trial in found):
+            found = in_flight.landed(found)
         return [trial for trial in found if generation in (None, trial.generation)]
-
-    def outcomes(self, key: str) -> dict[str, Outcome]:
-        """Return the latest outcome of each config of a key that is not transient, by digest."""
-        return {
-            trial.config_digest: trial.outcome
-            for trial in self.trials(key)
-            if trial.outcome.verdict not in TRANSIENT
-        }
-
-    def tried(self, key: str, since: float) -> set[str]:
-        """Return the configs of a key with an outcome since a time that is not transient."""
-        with self.connection.reading() as connection:
-            return {digest for (digest,) in connection.execute(_TRIED, (text(key), since))}
-
-    def forget(self, key: str, configs: Iterable[str]) -> None:
-        """Delete the outcomes of configs of a key, which are then tried again."""
-        with self.connection.transaction() as connection:
-            connection.executemany(_FORGET, [(text(key), config) for config in configs])
 
     def choice(
         self, key: str, declared: str | None = None, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
         """Return the choice of the highest generation of this config list, or of any.
 
-        With `among`, only configs of these digests count.
+        With `among`, only configs of these digests count, and one that is pinned goes first.
         """
+        lists = [declared] if declared is None or among is None else [PINNED_LIST, declared]
+        with self.connection.reading() as connection:
+            found = [c for each in lists for c in self._choices(connection, key, each)]
+        if among is None:
+            return next((choice for choice in found if choice.declared != PINNED_LIST), None)
+        return next((choice for choice in found if choice.config_digest in among), None)
+
+    def pinned(self, key: str) -> ChoiceRecord | None:
+        """Return the choice that is pinned for a key."""
+        with self.connection.reading() as connection:
+            return next(iter(self._choices(connection, key, PINNED_LIST)), None)
+
+    def _choices(
+        self, connection: sqlite3.Connection, key: str, declared: str | None
+    ) -> list[ChoiceRecord]:
         wanted = [text(digest) for digest in (key, declared) if digest is not None]
         statement = CHOICES_OF_KEY if declared is None else CHOICES_OF_LIST
-        with self.connection.reading() as connection:
-            found = self._checked(connection, CHOICE, statement, *wanted)
-        return next((c for c in found if among is None or c.config_digest in among), None)
+        return self._checked(connection, CHOICE, statement, *wanted)
 
     def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
         """Write a choice unless its key, list and generation have one; return what is there now."""
-        row = rows.choice_row(record)
+        row = CHOICE.seal(record)
         wanted = [row[name] for name in CHOICE.primary_key]
         with self.connection.transaction() as connection:
             self._restore_key(connection, row)
@@ -199,67 +227,53 @@ class Store:
             keys = self._fetch_keys(connection, _RELATED_KEYS, *wanted)
             current = _first_of_lists(self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted))
         return [
-            RelatedChoice(key["toolchain"], key["call"], choice)
+            RelatedChoice(key.toolchain, key.call, choice)
             for key in keys
-            for choice in current.get(key["digest"], {}).values()
+            for choice in current.get(key.digest, {}).values()
         ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key, or of one kernel's keys, by kernel name."""
         current: dict[str, StoredChoice] = {}
         for stored in self.choices_of_lists(kernel_name):
-            current.setdefault(stored.key.digest, stored)
+            if stored.choice.pinned or stored.key.digest not in current:
+                current[stored.key.digest] = stored
         return list(current.values())
-
-    def chosen(self, since: float) -> set[tuple[str, str]]:
-        """Return the key and the list of each choice made after a time; raises `StoreError`."""
-        with self.connection.reading() as connection:
-            return {(key, declared) for key, declared in connection.execute(_CHOSEN, (since,))}
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of every key and list, the newest list of a key first."""
-        with self.connection.reading() as connection:
-            keys = self._keys(connection, kernel_name)
-            choices = self._fetch(connection, CHOICE, _CHOICES, _name(kernel_name))
-        current = _first_of_lists(choices)
-        return [
-            StoredChoice(key, choice)
-            for key in keys
-            for choice in current.get(key.digest, {}).values()
-        ]
+        return self._reader().choices(kernel_name)
 
     def origin(self, choice: ChoiceRecord) -> str:
         """Return which shared store a choice is from, `IMPORTED` or `AGREED`; else an empty one."""
         wanted = (choice.key, choice.declared, choice.generation)
-        try:
-            with self.connection.reading() as connection:
-                found = connection.execute(_ORIGIN, wanted).fetchone()
-        except StoreError:  # it is only read, and older than the column
-            return ""
-        return str(found[0]) if found else ""
+        with self.connection.reading() as connection:
+            found = connection.execute(_ORIGIN, wanted).fetchall()
+        return _origins(found).get(wanted, "")
+
+    def origins(self) -> dict[tuple[str, str, int], str]:
+        """Return `origin` of all choices, by key, list and generation."""
+        with self.connection.reading() as connection:
+            return _origins(connection.execute(_ORIGINS).fetchall())
 
     def trials_of(
         self, kernel_name: str | None = None
     ) -> list[tuple[KeyRecord, list[TrialRecord]]]:
         """Return every key, or those of one kernel, with its trials of all generations."""
-        with self.connection.reading() as connection:
-            keys = self._keys(connection, kernel_name)
-            found = self._fetch(connection, TRIAL, _TRIALS, _name(kernel_name))
-        trials: dict[str, list[TrialRecord]] = {key.digest: [] for key in keys}
-        for trial in found:
-            trials.setdefault(trial.key, []).append(trial)
-        return [(key, trials[key.digest]) for key in keys]
+        return self._reader().trials(kernel_name)
 
-    def keys(self) -> list[KeyRecord]:
-        """Return every key, by kernel name."""
-        with self.connection.reading() as connection:
-            return self._keys(connection, None)
+    def keys(self, kernel_name: str | None = None) -> list[KeyRecord]:
+        """Return every key, or those of one kernel, by kernel name."""
+        return self._reader().keys(kernel_name)
+
+    def corrupt_rows(self) -> int:
+        """Read everything, and return how many rows were ignored as corrupt."""
+        self.keys(), self.trials_of(), self.choices_of_lists(), self.calls()
+        return len(self._reported)
 
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted."""
-        with self.connection.reading() as connection:
-            found = connection.execute("SELECT DISTINCT name FROM key ORDER BY name").fetchall()
-        return [str(name) for (name,) in found]
+        return self._reader().kernels()
 
     def clear(self, kernel_name: str, digests: Collection[str] | None = None) -> int:
         """Delete a kernel's keys, or those of some digests, with their trials and choices.
@@ -268,19 +282,21 @@ class Store:
         """
         name = (text(kernel_name),)
         with self.connection.transaction() as connection:
-            keys = connection.execute("SELECT digest FROM key WHERE name = ?", name).fetchall()
+            keys = connection.execute(_OF_KERNEL, name).fetchall()
             if digests is None:
                 connection.execute("DELETE FROM call WHERE name = ?", name)
             else:
                 keys = [(digest,) for (digest,) in keys if digest in digests]
             rows.delete_keys(connection, keys)
-        self.ask_again()
         return len(keys)
 
-    def ask_again(self) -> None:
-        """Have the next process ask the shared store for all that is missing here now."""
-        if self.path is not None:
-            db_files.forget_answers(self.path)
+    def clear_failures(self, digests: Collection[str]) -> int:
+        """Delete the outcomes of configs that crashed or hung, of some keys; return how many."""
+        with self.connection.transaction() as connection:
+            return sum(
+                connection.execute(_DELETE_FAILURES, (digest, *_VIOLENT)).rowcount
+                for digest in digests
+            )
 
     def put_call(self, call: RecordedCall) -> bool:
         """Write a recorded call; return whether it is new and was kept.
@@ -297,7 +313,7 @@ class Store:
                 return False
             else:
                 call = call.counted(known.count)
-            return CALL.insert(connection, CALL.seal(vars(call)), "REPLACE")
+            return CALL.insert(connection, CALL.seal(call), "REPLACE")
 
     def count_calls(self, *counts: CallCount) -> None:
         """Add to the counts of recorded calls; those of other keys are dropped."""
@@ -305,7 +321,7 @@ class Store:
             for count in counts:
                 if (known := self._call(connection, count.key)) is not None:
                     counted = known.counted(known.count.plus(count))
-                    CALL.upsert(connection, CALL.seal(vars(counted)))
+                    CALL.upsert(connection, CALL.seal(counted))
 
     def _call(self, connection: sqlite3.Connection, key: str) -> RecordedCall | None:
         found = self._fetch(connection, CALL, CALL.select_one, text(key))
@@ -313,36 +329,26 @@ class Store:
 
     def calls(self) -> list[RecordedCall]:
         """Return the recorded calls in their order."""
-        with self.connection.reading() as connection:
-            return self._fetch(connection, CALL, f"{CALL.select} ORDER BY rowid")
+        return self._reader().calls()
+
+    def _reader(self) -> Reader:
+        from safetune.store.local.reading import Reader  # imports sqlite-utils
+
+        return Reader(self.connection, self._report_corrupt)
 
     def _restore_key(self, connection: sqlite3.Connection, row: dict[str, Scalar]) -> None:
         """Write a key again that `safetune clear` deleted while this process was tuning it."""
-        if connection.execute(_HAS_KEY, (row["key"],)).fetchone():
-            return
-        for table, of_key in self._put_keys.get(str(row["key"]), ()):
-            table.put_if_absent(connection, of_key)
-
-    def _keys(self, connection: sqlite3.Connection, kernel_name: str | None) -> list[KeyRecord]:
-        kernels, devices = (
-            {values["digest"]: values for values in self._fetch(connection, table, table.select)}
-            for table in (KERNEL, DEVICE)
-        )
-        return [
-            rows.key_record(key, kernels[key["kernel"]], devices[key["device"]])
-            for key in self._fetch_keys(connection, _KEYS, _name(kernel_name))
-            if key["kernel"] in kernels and key["device"] in devices
-            if type(devices[key["device"]]["record"].get("name")) is str
-        ]
+        if known := self._put_keys.get(str(row["key"])):
+            KEY.insert(connection, known, "IGNORE")
 
     def _fetch_keys(
         self, connection: sqlite3.Connection, statement: str, *parameters: Scalar
     ) -> list[Any]:
-        """The keys that a reader can use. A checksum does not guard against another program."""
-        from safetune.store import schema  # msgspec is not needed to launch a stored choice
+        """The keys that a reader can use."""
+        from safetune.store import schema  # not needed to launch a stored choice
 
         found = self._fetch(connection, KEY, statement, *parameters)
-        return [key for key in found if schema.is_call(key["call"])]
+        return list(filter(schema.is_readable, found))
 
     def _fetch(
         self, connection: sqlite3.Connection, table: Table, statement: str, *parameters: Scalar
@@ -369,13 +375,24 @@ class Store:
         self, table: Table, row: Sequence[Any], error: rows.CorruptRowError
     ) -> None:
         """Log a corrupt row, once."""
-        columns = list(table.columns)
-        identity = tuple(row[columns.index(name)] for name in table.primary_key)
+        _, *identity = row
         if (table.name, *identity) not in self._reported:
             self._reported.add((table.name, *identity))
             logger.warning(
-                "ignoring a corrupt row of %s: %s %s: %s", self.path, table.name, identity, error
+                "ignoring a corrupt row of %s: %s %s: %s",
+                self.path,
+                table.name,
+                tuple(identity),
+                error,
             )
+
+
+def _origins(rows: Iterable[tuple[str, str, int, Any]]) -> dict[tuple[str, str, int], str]:
+    """The origins by what identifies a choice; empty of one that was made here."""
+    return {
+        (key, declared, generation): "" if str(origin).startswith(OWN) else str(origin)
+        for key, declared, generation, origin in rows
+    }
 
 
 def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, ChoiceRecord]]:
@@ -384,7 +401,3 @@ def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, Choi
     for choice in choices:
         first.setdefault(choice.key, {}).setdefault(choice.declared, choice)
     return first
-
-
-def _name(kernel_name: str | None) -> str | None:
-    return None if kernel_name is None else text(kernel_name)

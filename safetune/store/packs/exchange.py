@@ -15,9 +15,8 @@ from pathlib import Path
 from safetune.errors import PackError
 from safetune.frozen import dataclass
 from safetune.outcome import Mark
-from safetune.store.local import rows
 from safetune.store.local.db_files import DATABASE_NAME
-from safetune.store.local.rows import CHOICE
+from safetune.store.local.rows import CHOICE, KEY
 from safetune.store.local.store import CHOICES_OF_LIST, IMPORTED, Store
 from safetune.store.packs.packs import (
     beginning,
@@ -72,7 +71,7 @@ def collect(path: Path) -> Collected:
             raise PackError(f"{path} holds no packs (*.json) and no {DATABASE_NAME}")
         return Collected([entry for pack in packs for entry in read_pack(pack)])
     is_database = path.is_dir()
-    with contextlib.suppress(OSError, PackError):  # reading it as a pack says what is wrong
+    with contextlib.suppress(OSError, PackError):  # reading it as a pack raises the right error
         is_database = is_database or beginning(path, len(_SQLITE)) == _SQLITE
     if not is_database:
         return Collected(read_pack(path))
@@ -129,7 +128,7 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file in place of what is there, whole or not at all; raises `PackError`."""
+    """Replace a file, completely or not at all; raises `PackError`."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with written_beside(path, text.encode()) as new:
@@ -140,26 +139,24 @@ def write(path: Path, text: str) -> None:
         raise PackError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def import_into(store: Store, entries: Sequence[StoredChoice]) -> Imported:
+def import_into(store: Store, entries: Sequence[StoredChoice], origin: str = IMPORTED) -> Imported:
     """Write choices into a database, all of them or, where one fails, none; raises `StoreError`.
 
     A choice of the same generation that is there stays, as processes may have adopted it, and so
-    does one of a later generation. Source and file of a kernel that the database has stay too.
+    does one of a later generation. Source and file of a key's kernel that it has stay too.
     """
     known = [entry for entry in entries if not entry.unknown]
-    prepared = [(e.choice, rows.key_rows(e.key), rows.choice_row(e.choice)) for e in known]
+    prepared = [(e.choice, KEY.seal(e.key), CHOICE.seal(e.choice)) for e in known]
     counts = Counter(unknown=len(entries) - len(known))
     with store.connection.transaction() as sqlite:
         for choice, of_key, row in prepared:
-            for table, key_row in of_key:
-                table.put_if_absent(sqlite, key_row)
+            KEY.put_if_absent(sqlite, of_key)
             of_list = sqlite.execute(CHOICES_OF_LIST, (choice.key, choice.declared)).fetchall()
             current = next(CHOICE.sound(of_list), None)
             if current is not None and current.generation > choice.generation:
                 counts["older"] += 1
                 continue
-            stored = CHOICE.put_if_absent(sqlite, {**row, "origin": IMPORTED}) or choice
+            stored = CHOICE.put_if_absent(sqlite, {**row, "origin": origin}) or choice
             is_same = stored.config_digest == choice.config_digest
             counts["new" if stored is choice else "known" if is_same else "kept"] += 1
-    store.ask_again()
     return Imported(**counts)

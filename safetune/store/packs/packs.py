@@ -3,10 +3,11 @@
 `schema` says what is in a pack and checks it. Its text is a function of its content: sorted, one
 line per fact, so that a diff shows the facts that changed.
 
-At launch, read-only directories of packs are the last layer of a lookup. A pack is found by its
-name, which has kernel and device, and is read at the first miss of its kernel: a process whose
-choices are all in the store opens no pack. The content of a file counts, not its name. A broken
-pack is skipped with one warning.
+At launch, read-only directories of packs are the last layer of a lookup. At the first miss of a
+kernel the file is read that has the name which `export` gives to its pack: a process whose choices
+are all in the store opens no pack. Where that file lacks the key, the other files of the directory
+are looked into, once: the content of a file counts, not its name. A broken pack is skipped with one
+warning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from safetune.keys import encoding
 from safetune.keys.tuning_key import CALL
 from safetune.messages import warn
 from safetune.store import schema
-from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice
+from safetune.store.records import ChoiceRecord, RelatedChoice, StoredChoice, precedence
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -77,7 +78,7 @@ def written_beside(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory survive a power cut, where its file system can do that."""
+    """Make the names in a directory survive a power cut, if its file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -94,7 +95,7 @@ def shipped() -> Path | None:
 
 
 def file_name(kernel_name: str, kernel_digest: str, device_name: str, device_digest: str) -> str:
-    """Return the name under which a pack is looked for: one for each kernel and kind of device."""
+    """Return the file name of a pack: one for each kernel and kind of device."""
     words = [re.sub(r"[^A-Za-z0-9]+", "_", name)[:80] for name in (kernel_name, device_name)]
     return ".".join([*words, encoding.digest([kernel_digest, device_digest])[:8], "json"])
 
@@ -105,56 +106,105 @@ def name_of(entry: StoredChoice) -> str:
     return file_name(key.kernel_name, key.kernel_digest, key.device["name"], key.device_digest)
 
 
+#: In the text of a pack, the digest of its kernel. Export writes it at the beginning.
+_DIGEST = re.compile(rb'"digest"\s*:\s*"([0-9a-f]{32})"')
+_HEAD = 4096
+
+
 class Packs:
-    """The packs in some directories, in their order.
+    """The packs in some directories, in their order; of one directory the file named first.
 
     Safe after a fork and from several threads: at worst a file is read twice. A file is read once
     per process, so that a choice does not change in the middle of a run.
     """
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._directories = tuple(directories)
+    def __init__(self, directories: Sequence[Path], shipped: Path | None = None) -> None:
+        """Look into these directories, and last into the one that comes with safetune."""
+        self._directories, self._shipped = tuple(directories), shipped
         self._read: dict[Path, list[StoredChoice]] = {}
+        self._by_kernel: dict[Path, dict[str, list[Path]]] = {}
 
-    def find(self, key: TuningKey, declared: str) -> ChoiceRecord | None:
-        """Return the choice for exactly this key, made from exactly these configs."""
-        for _, entry in self._of_kernel(key):
-            if entry.key.digest == key.digest and entry.choice.declared == declared:
-                return entry.choice
+    def find(
+        self, key: TuningKey, declared: str, among: Collection[str] | None = None
+    ) -> ChoiceRecord | None:
+        """Return the choice for exactly this key, made from exactly these configs.
+
+        Before it one of the same file that is pinned to a config whose digest is in `among`.
+        """
+        for _, entries in self._of_kernel(key):
+            found = [
+                entry.choice
+                for entry in entries
+                if entry.key.digest == key.digest
+                if entry.choice.declared == declared
+                or (entry.choice.pinned and entry.choice.config_digest in (among or ()))
+            ]
+            if found:
+                return min(found, key=precedence)
         return None
+
+    def of_key(self, key: TuningKey) -> Iterator[tuple[Path, ChoiceRecord]]:
+        """Yield the choices for exactly this key, of any list of configs, with their files."""
+        for path, entries in self._of_kernel(key):
+            yield from ((path, e.choice) for e in entries if e.key.digest == key.digest)
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return every choice for the key's kernel and device, of any toolchain."""
         return [
             RelatedChoice(entry.key.toolchain, entry.key.call, entry.choice, pack=str(path))
-            for path, entry in self._of_kernel(key)
+            for path, entries in self._of_kernel(key)
+            for entry in entries
         ]
 
-    def _of_kernel(self, key: TuningKey) -> Iterator[tuple[Path, StoredChoice]]:
+    def _of_kernel(self, key: TuningKey) -> Iterator[tuple[Path, list[StoredChoice]]]:
+        """Yield each file with its choices for the key's kernel and device."""
         kernel, device = key.kernel, key.device
         name = file_name(kernel.name, kernel.digest, device.name, device.digest)
-        for directory in self._directories:
-            path = directory / name
+        for path in self._paths(name, kernel.digest):
             if path not in self._read:
-                self._read[path] = self._content(path)
-            for entry in self._read[path]:
-                same = (entry.key.kernel_digest, entry.key.device_digest)
-                if same == (kernel.digest, device.digest) and not entry.unknown:
-                    yield path, entry
+                self._read[path] = _content(path)
+            yield (
+                path,
+                [
+                    entry
+                    for entry in self._read[path]
+                    if (entry.key.kernel_digest, entry.key.device_digest)
+                    == (kernel.digest, device.digest)
+                    if not entry.unknown
+                ],
+            )
 
-    def _content(self, path: Path) -> list[StoredChoice]:
-        try:
-            return read_pack(path)
-        except PackError as error:
-            directory = path.parent
-            if getattr(error.__cause__, "errno", None) != errno.ENOENT:
-                warn(f"skipping a pack: {error}", StoreWarning)
-            elif not directory.is_dir() and directory not in {p.parent for p in list(self._read)}:
-                warn(
-                    f"SAFETUNE_PACKS names {directory}, which is not a directory",
-                    StoreWarning,
-                )
-            return []
+    def _paths(self, name: str, kernel_digest: str) -> Iterator[Path]:
+        for directory in self._directories:
+            yield directory / name
+            if directory not in self._by_kernel:
+                self._by_kernel[directory] = _files_by_kernel(directory)
+            others = self._by_kernel[directory].get(kernel_digest, ())
+            yield from (path for path in others if path.name != name)
+        if self._shipped is not None:
+            yield self._shipped / name
+
+
+def _content(path: Path) -> list[StoredChoice]:
+    try:
+        return read_pack(path)
+    except PackError as error:
+        if getattr(error.__cause__, "errno", None) not in (errno.ENOENT, errno.ENOTDIR):
+            warn(f"skipping a pack: {error}", StoreWarning)
+        return []
+
+
+def _files_by_kernel(directory: Path) -> dict[str, list[Path]]:
+    """Return the packs of a directory by the digests of their kernels; read no pack whole."""
+    found: dict[str, list[Path]] = {}
+    if not directory.is_dir():
+        warn(f"SAFETUNE_PACKS names {directory}, which is not a directory", StoreWarning)
+    for path in sorted(directory.glob("*.json")):
+        with contextlib.suppress(OSError, PackError):
+            text = beginning(path, _HEAD)
+            for digest in set(_DIGEST.findall(text) or _DIGEST.findall(beginning(path, MAX_BYTES))):
+                found.setdefault(digest.decode(), []).append(path)
+    return found
 
 
 def load(data: bytes) -> list[StoredChoice]:

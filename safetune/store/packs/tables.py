@@ -32,7 +32,7 @@ ROW = "M"
 
 
 class Kind(str, Enum):
-    """Whose tables: they differ in where a file is, and in which M is the nearest."""
+    """The projects with tables: they differ in paths, and in the distance between two M."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -116,8 +116,8 @@ def tables_of(
         size = values.pop(ROW, "")
         if not size.isdecimal():
             raise PackError(
-                f"the key of {entry.key.kernel_name} has no number {ROW!r}: name what stands for "
-                f"it, as in --name {ROW}=n_tokens"
+                f"the key of {entry.key.kernel_name} has no number {ROW!r}: give its name there, "
+                f"e.g. --name {ROW}=n_tokens"
             )
         device = str(entry.key.device["name"]).replace(" ", "_")
         last = [(name, values.pop(name)) for name in _LAST if name in values]
@@ -139,7 +139,7 @@ def tables_of(
 
 
 def table_config(choice: ChoiceRecord) -> dict[str, Any]:
-    """Return a choice's config as a row has it: without hooks, and without what few set."""
+    """Return a choice's config as a row: without hooks and rarely set options."""
     config = {name: value for name, value in choice.config.items() if name != "pre_hook"}
     few = OPTION_DEFAULTS.keys() - shown_options(config)
     return {name: readable(value) for name, value in config.items() if name not in few}

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetune.errors import PackError, StoreError
 from safetune.messages import logger
-from safetune.settings import display_url, without_password
+from safetune.settings import display_url, driver_error
 from safetune.store.packs.packs import beginning, sync_directory, written_beside
 from safetune.store.records import StoredChoice
 from safetune.store.shared.protocol import (
@@ -47,10 +47,18 @@ _FILE = re.compile(
 )
 
 #: Errors of a network file system for a file that another client has just changed or removed.
-MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
+_MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
 
 #: Its errors where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class _NotMounted(Exception):
+    """The share of a directory may not be mounted; the text says so, and `fix` what to do."""
+
+    def __init__(self, text: str, fix: str) -> None:
+        super().__init__(text)
+        self.fix = fix
 
 
 class RecordFiles(ABC):
@@ -98,12 +106,34 @@ class RecordFiles(ABC):
         with self._failures("write to"):
             return [self._publish(namespace, record) for record in records]
 
+    def namespaces(self) -> list[str]:
+        with self._failures("read"):
+            return sorted(self._namespaces())
+
+    def forget(self, namespace: str, names: Set[Name]) -> None:
+        with self._failures("write to"):
+            for name, path in self._listing(namespace, {name.key for name in names}).items():
+                if name in names:
+                    self._remove(path)
+
     def lease(self, key: str, node: str) -> Lease | None:
         """Return a lease that excludes no other node."""
         return NoLease()
 
+    def again(self) -> RecordFiles:
+        """Return this object: it keeps nothing between two calls."""
+        return self
+
     def close(self) -> None:  # noqa: B027 - a subclass need not override it
         """Do nothing: nothing stays open between calls."""
+
+    @abstractmethod
+    def _namespaces(self) -> list[str]:
+        """The namespaces that have files."""
+
+    @abstractmethod
+    def _remove(self, path: Any) -> None:
+        """Delete a file, if it is there."""
 
     @abstractmethod
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Any]:
@@ -141,12 +171,11 @@ class RecordFiles(ABC):
             yield
         except StoreError:
             raise
-        except Exception as error:  # fsspec's back ends raise what their libraries raise
+        except Exception as error:  # fsspec's back ends raise errors of their libraries
             refused = isinstance(error, PermissionError)
             refused = refused or getattr(error, "errno", None) in _UNWRITABLE
             kind = Unwritable if refused and action != "read" else StoreError
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            reason = without_password(reason, self.url)
+            reason = str(error) if isinstance(error, _NotMounted) else driver_error(error)
             raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
 
@@ -164,21 +193,11 @@ class Directory(RecordFiles):
         self.location = self.url = f"file://{root}"
         self._root = root / str(FORMAT)
 
-    def namespaces(self) -> list[str]:
-        """Return the namespaces that have records; raises `StoreError`."""
-        with self._failures("read"):
-            return sorted(_namespace_entries(self._root))
+    def _namespaces(self) -> list[str]:
+        return _namespace_entries(self._root)
 
-    def forget(self, kernel: str, keys: Set[str] | None = None) -> None:
-        """Delete the records of a kernel, or of its keys with some digests; raises `StoreError`."""
-        for namespace in self.namespaces():
-            with self._failures("write to"):
-                for name, path in self._listing(namespace, None).items():
-                    found = self._read(path, namespace, name)
-                    if found is None or found.key.kernel_name != kernel:
-                        continue
-                    if keys is None or found.key.digest in keys:
-                        path.unlink(missing_ok=True)
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
 
     def _path(self, namespace: str, file: str, key: str) -> Path:
         return self._root / namespace / key[:2] / file
@@ -191,11 +210,11 @@ class Directory(RecordFiles):
         return {name: path for path in paths if (name := name_in(path.name))}
 
     def _check_mounted(self) -> None:
-        """Raise `OSError` where the directory is not there, and its share may not be mounted."""
+        """Raise where the directory is not there, and its share may not be mounted."""
         place = self._root.parent
         if not place.exists() and not os.listdir(place.parent) and not place.parent.is_mount():
-            problem = f"{place.parent} is empty, as where nothing is mounted: create {place} first"
-            raise FileNotFoundError(errno.ENOENT, problem)
+            problem = f"{place.parent} is empty, perhaps not mounted: create {place} first"
+            raise _NotMounted(problem, f"mkdir -p {place}, unless a share is to be mounted there")
 
     def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
         try:
@@ -233,7 +252,7 @@ class Objects(RecordFiles):
 
     @property
     def _files(self) -> Any:
-        """The file system, without what it remembers; may ask the network for credentials."""
+        """The file system, without its cache; may ask the network for credentials."""
         filesystem, _ = self._at
         filesystem.invalidate_cache()
         return filesystem
@@ -254,6 +273,17 @@ class Objects(RecordFiles):
             return {}
         small = [each["name"] for each in entries if _is_small(each)]
         return {name: path for path in small if (name := name_in(path.rpartition("/")[2]))}
+
+    def _namespaces(self) -> list[str]:
+        try:
+            entries = self._files.ls(self._path("", "", "").rstrip("/"), detail=False)
+        except FileNotFoundError:
+            return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in entries]
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(path)
 
     def _load(self, namespace: str, paths: Mapping[Name, str]) -> list[StoredChoice]:
         listed = list(paths.values())
@@ -293,18 +323,13 @@ def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> N
         return
     if is_record(path):
         return
-    take_away(path, is_record)
-    give_name(temporary, path)
-
-
-def take_away(path: Path, stays: Callable[[Path], object]) -> None:
-    """Remove a file that does not stay, also where another node replaces it meanwhile."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.old")
     with contextlib.suppress(FileNotFoundError):  # another node has moved it
         path.rename(aside)
-        if stays(aside):
+        if is_record(aside):  # another node has put it there meanwhile
             give_name(aside, path)
         aside.unlink()
+    give_name(temporary, path)
 
 
 def _namespace_entries(directory: Path) -> list[str]:
@@ -312,7 +337,7 @@ def _namespace_entries(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
     except OSError as error:
-        if error.errno in MISSES:
+        if error.errno in _MISSES:
             return []
         raise
 

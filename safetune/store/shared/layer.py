@@ -1,27 +1,26 @@
-"""The shared store as a run sees it: a call costs two seconds at most, whatever the store does.
+"""The shared store as a run sees it: no launch waits long for it, whatever it does.
 
-All I/O happens on one thread. Callers wait for it two seconds in total, which come back over a
-minute. When they are spent, and whenever the store fails, the layer is off for a minute: the run
-goes on with the local store alone, and one warning says so. A choice that could not be published is
-in the local store, and is published by the next process, or by the next refresh of this one.
+A `Puller` copies what other nodes have published into the local store, which is what a lookup
+reads; a process that may not write there keeps the copies in memory. Only who wants to tune a key,
+or has tuned one, asks the store itself, on a thread: two seconds for an answer, longer where a
+server has let this process in. If there is none, or the store fails, it is away for a minute: the
+run continues with the local store alone, and one warning says so. A choice that could not be
+published stays in the local store, and the next pull publishes it.
 
-A server that says that it cannot answer now, or that has let this process in and is slow, is there:
-it is asked again. The caller of `claim` does that, which has other processes to wait for, too; a
-choice waits here to be published. After `SAFETUNE_WAIT` seconds of that the layer is off as above.
-
-Where a store has more choices than can be pulled in that time, the thread pulls the rest in slices
-while the run goes on; until it has all, a missing choice is looked up by its key. A process that
-ends before that keeps what it has, and the next one pulls the rest.
+A server that says that it cannot answer now is asked again. The caller of `claim` does that, which
+has other processes to wait for, too; `publish` does it here. After `SAFETUNE_WAIT` seconds of that
+the store is away as above.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune import forks
 from safetune.errors import StoreError, StoreWarning
@@ -29,12 +28,19 @@ from safetune.messages import logger, warn
 from safetune.store.local import locks
 from safetune.store.local.db_files import tries
 from safetune.store.local.locks import waited
-from safetune.store.records import precedence
-from safetune.store.shared import local_copy, once_per_node
-from safetune.store.shared.io_thread import IOThread, TimedOut
-from safetune.store.shared.once_per_node import Turn
-from safetune.store.shared.patience import Budget, PutOff
-from safetune.store.shared.protocol import Claim, Lease, NoLease, SharedStore, TryLater, Unwritable
+from safetune.store.local.rows import OWN
+from safetune.store.shared import local_copy
+from safetune.store.shared.io_thread import IOThread
+from safetune.store.shared.protocol import (
+    Claim,
+    Lease,
+    NoLease,
+    SharedStore,
+    TryLater,
+    Unwritable,
+    name_of,
+)
+from safetune.store.shared.puller import Puller
 
 if TYPE_CHECKING:
     from safetune.store.local.connection import Connection
@@ -42,28 +48,28 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-#: How long callers wait for the store in total, and after how long all of that is back.
-BUDGET_S = 2.0
+#: How long a caller waits for an answer, and for one of a server that has let it in.
+ANSWER_S = 2.0
+CONNECTED_S = 10.0
+
+#: How long a store that has failed is left alone.
 RETRY_S = 60.0
 
-#: How long a store may say that it cannot answer now: `SAFETUNE_WAIT` of a run, and of a sweep,
-#: where nothing else waits for a process.
+#: How long a store may say that it cannot answer now: `SAFETUNE_WAIT`.
 WAIT_S = 120.0
-SWEEP_WAIT_S = 600.0
 
 #: The first and the longest pause before such a store is asked again.
 _LATER_S = (0.1, 2.0)
 
-#: How old the local copy may be when a key is missed in it.
-REFRESH_S = 60.0
+#: How long a copy waits for other processes that write to the database; then it is in memory.
+_WRITE_S = 0.2
 
-#: The thread pulls for this long before it looks for another task, and waits this long for other
-#: processes that write to the database before it keeps the choices in memory.
-_SLICE_S = 0.2
+#: Copies are written in transactions of this many.
+_BATCH = 200
 
 
 class SharedLayer:
-    """A shared store behind a local one. No method raises, and none waits for long."""
+    """A shared store behind a local one. No method raises, but `claim` may say to ask again."""
 
     def __init__(
         self,
@@ -72,77 +78,71 @@ class SharedLayer:
         clock: Callable[[], float] = time.monotonic,
         *,
         writes: bool = True,
-        thread: IOThread | None = None,
-        batch: int = 200,
-        budget_s: float | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
         """Put `backend` behind `local`.
 
         Args:
-            writes: False to publish nothing and make no file beside the local database.
-            thread: runs what `backend` does; one of its own if None.
-            batch: pulled choices are written in transactions of this many.
-            budget_s: how long callers wait in total; `BUDGET_S` if None.
+            writes: False to publish nothing, and to write nothing to the local database or beside
+                it.
             wait_s: how long the store may say that it cannot answer now.
         """
-        self._backend = backend
+        self._backend, self._local = backend, local
         self._name, self._origin = f"the shared store {backend.location}", backend.identity
         self._writes = writes
-        self._local = local
-        self._batch = batch
-        self._thread = thread or IOThread("safetune-shared")
         self._clock = clock
-        self._budget = Budget(clock, BUDGET_S if budget_s is None else budget_s, RETRY_S)
-        self._look = Budget(clock, BUDGET_S, RETRY_S).spend
         self._wait_s = wait_s
-        self._put_off = PutOff(2 * RETRY_S)
-        self._is_there = False
-        self._off_until = self._unwritable_until = 0.0
+        self._asks = IOThread("safetune-shared")
+        self._asked: SharedStore = backend
+        self._stuck: Future[Any] | None = None
+        self._memory: dict[tuple[str, str], StoredChoice] = {}
+        self._pullers: dict[str, Puller] = {}
+        #: The namespaces that are being pulled, as long as the store has not answered.
+        self._unanswered: dict[str, SharedStore] = {}
+        self._starting = forks.lock()
+        self._full_since: float | None = None
+        self._away_until = self._unwritable_until = 0.0
         self._warned: set[str] = set()
-        self._refreshed: dict[str, float] = {}
-        self._partial: set[str] = set()
-        self._unkept: dict[tuple[str, str], StoredChoice] = {}
-        forks.register("shared store", after_in_child=self._budget.refill, at_exit=self.flush)
+        forks.register("shared store", after_in_child=self._start_over, at_exit=self.flush)
+
+    def _start_over(self) -> None:
+        """Forget the parent's threads, in a forked child."""
+        self._pullers, self._unanswered = {}, {}
+        self._stuck, self._away_until = None, 0.0
 
     @property
     def is_on(self) -> bool:
-        """Whether the store is used now."""
-        return self._clock() >= self._off_until and (self._is_there or not self._thread.is_stuck)
+        """Whether the store is asked now."""
+        is_stuck = self._stuck is not None and not self._stuck.done()
+        return self._clock() >= self._away_until and not is_stuck
 
     @property
     def _may_write(self) -> bool:
         return self._writes and self._clock() >= self._unwritable_until
 
-    def refresh(self, space: str, since: float | None = None) -> None:
-        """Bring the local store up to date with a namespace, unless that was done since `since`.
+    def refresh(self, space: str) -> None:
+        """Pull a namespace from now on. The first miss waits for the first pull."""
+        ended = self._puller(space).wait()
+        pulling = self._unanswered.get(space)
+        if not ended and pulling is not None and not pulling.is_connected and self.is_on:
+            self._stop(f"{self._name} does not answer in time")
 
-        That is in seconds since the epoch; a minute ago if None. One process of a node does it, and
-        publishes this node's own choices at the end. It has half of the budget that is left; the
-        rest goes on without the caller.
-        """
-        now = self._clock()
-        last = self._refreshed.get(space)
-        if not self.is_on or (since is None and last is not None and now - last < REFRESH_S):
-            return
-        self._refreshed[space] = now
-        oldest = time.time() - REFRESH_S if since is None else since
-        self._partial.add(space)
+    def is_complete(self, space: str) -> bool:
+        """Whether the first pull of a namespace is complete."""
+        return self._puller(space).is_complete
 
-        def pull() -> bool:
-            seconds = self._budget.spend() / 2
-            self._go_on(space, self._pull(space, oldest, seconds), seconds)
-            return True
+    def after_first_pull(self, space: str, work: Callable[[], object]) -> None:
+        """Call `work` once the first pull of a namespace is complete."""
+        self._puller(space).after_first(work)
 
-        if self._patiently(pull, True, self._look(), self._look) is None:
-            self._refreshed.pop(space)
+    def pull(self, space: str) -> None:
+        """Bring the local store up to date with a namespace, waiting two seconds at most."""
+        if self.is_on:
+            self._puller(space).pull_now()
 
-    def choice(self, space: str, key: str, declared: str) -> ChoiceRecord | None:
-        """Return a choice that the local store could not keep, or that is not pulled yet."""
-        stored = self._unkept.get((key, declared))
-        if stored is None and space in self._partial:
-            get = functools.partial(self._get, space, key, declared)
-            stored = self._patiently(get, None, self._look(), self._look)
+    def choice(self, key: str, declared: str) -> ChoiceRecord | None:
+        """Return a pulled choice that is not in the local store."""
+        stored = self._memory.get((key, declared))
         return stored.choice if stored else None
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
@@ -151,115 +151,112 @@ class SharedLayer:
         Looks once more for the choice of another node. The claim says where it is to be made again.
         """
         try:
-            return self._call(lambda: self._claim(space, key, declared, force), Claim(NoLease()))
+            claim = self._ask(
+                lambda store: self._claim(store, space, key, declared, force), Claim(NoLease())
+            )
         except TryLater as error:
-            return Claim(later=str(error))
+            now = self._clock()
+            if self._full_since is None:
+                self._full_since = now
+            if now - self._full_since < self._wait_s:
+                return Claim(later=str(error))
+            self._stop(str(error))
+            return Claim(NoLease())
+        self._full_since = None
+        return claim
 
-    def release(self, lease: Lease, published: bool) -> None:
+    def release(self, lease: Lease) -> None:
         """Free a lease, without waiting for that."""
         if not isinstance(lease, NoLease):
-            with contextlib.suppress(TimedOut):
-                self._thread.submit(lambda: lease.release(published))
+            with contextlib.suppress(RuntimeError):
+                self._asks.submit(lambda: _logged(lease.release))
 
     def publish(self, space: str, stored: StoredChoice) -> StoredChoice:
         """Publish a choice, and return the one that all nodes use: the first of its name.
 
         That is `stored` itself where no answer comes in time; it is published later.
         """
-        if not (self.is_on and self._may_write):
+        if not self._may_write:
             return stored
-        wait_s = max(BUDGET_S, self._wait_s - waited.seconds)
-        deliver = functools.partial(self._deliver, space, [stored])
-        found = self._patiently(deliver, [stored], wait_s, waited.add)
-        if found is None:
-            self._stop(f"{self._name} has not taken a choice for {wait_s:.0f} s")
-        return found[0] if found else stored
+        wait_s, begin = max(ANSWER_S, self._wait_s - waited.seconds), self._clock()
+        for last in tries(wait_s, *_LATER_S, self._clock):
+            try:
+                found = self._ask(lambda store: self._deliver(store, space, [stored]), [stored])
+            except TryLater as error:
+                waited.add(self._clock() - begin)
+                begin = self._clock()
+                if last:
+                    self._stop(f"{error}, for {wait_s:.0f} s")
+                continue
+            return found[0] if found else stored
+        return stored
 
     def flush(self) -> None:
-        """Wait for two seconds at most until all tasks are done."""
-        if self.is_on:
-            with contextlib.suppress(TimedOut):
-                self._thread.call(lambda: self._keep([]), BUDGET_S)
+        """Wait for two seconds at most until all is asked and released."""
+        if (last := self._asks.last) is not None and self.is_on:
+            wait([last], ANSWER_S)
 
-    def write_unkept(self, wait_s: float | None = None) -> None:
-        """Write what the local store could not keep to it, where another process locked it.
+    def close(self) -> None:
+        """Stop pulling; the store may still be asked."""
+        for puller in tuple(self._pullers.values()):
+            puller.stop()
 
-        Raises `StoreError`.
-        """
-        if unkept := dict(self._unkept):  # the thread may add some
-            local_copy.adopt(self._local, unkept.values(), wait_s, self._origin)
-            for name, written in unkept.items():
-                if self._unkept.get(name) is written:
-                    self._unkept.pop(name, None)  # the thread may write them, too
+    def _puller(self, space: str) -> Puller:
+        with self._starting:
+            if space not in self._pullers:
+                database = self._local.path if self._writes else None
+                name = f"{self._origin} {space}"
+                self._pullers[space] = Puller(lambda: self._pull(space), database, name)
+            return self._pullers[space]
 
-    def _patiently(
-        self,
-        work: Callable[[], Result],
-        otherwise: Result,
-        for_s: float,
-        count: Callable[[float], object],
-    ) -> Result | None:
-        """As `_call`, again for `for_s` seconds, which are counted; then return None."""
-        begin = self._clock()
-        for _ in tries(for_s, *_LATER_S, self._clock):
-            try:
-                return self._call(work, otherwise)
-            except TryLater as error:
-                logger.info("%s; asking again", error)
-                count(self._clock() - begin)
-                begin = self._clock()
-        return None
+    def _ask(self, work: Callable[[SharedStore], Result], otherwise: Result) -> Result:
+        """Have the thread ask the store, and return `otherwise` where it is away.
 
-    def _call(self, work: Callable[[], Result], otherwise: Result) -> Result:
-        """Have the thread do some work, and return `otherwise` where the store is off.
-
-        Raises `TryLater`, for `self._wait_s` at most.
+        Raises `TryLater`.
         """
         if not self.is_on:
             return otherwise
-        if self._off_until:
-            self._off_until = 0.0
-            self._budget.refill()
-        begin, found = self._clock(), otherwise
+        self._away_until = 0.0
         try:
-            found = self._answer(work)
-        except TryLater as error:
-            if self._put_off.seconds(begin) < self._wait_s:
-                raise
-            self._stop(str(error))
-            return found
+            return self._answer(work)
+        except TryLater:
+            raise
         except Unwritable as error:
             self._stop_writing(error)
         except StoreError as error:
             self._stop(str(error))
-        self._budget.spend(self._clock() - begin)
-        self._put_off.end()
-        return found
+        return otherwise
 
-    def _answer(self, work: Callable[[], Result]) -> Result:
-        """Have the thread do some work; a server that has let it in may be asked again."""
-        slow = f"{self._name} does not answer in time"
-        if self._thread.is_stuck:
-            raise TryLater(slow)
-        try:
-            return self._thread.call(lambda: self._run(work), self._budget.spend())
-        except TimedOut:
-            self._is_there = self._backend.is_connected
-            raise (TryLater if self._is_there else StoreError)(slow) from None
+    def _answer(self, work: Callable[[SharedStore], Result]) -> Result:
+        def run() -> Result:
+            self._asked = self._backend.again()
+            return self._checked(self._asked, work)
 
-    def _run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the thread; any failure of a back end becomes a `StoreError`."""
         try:
-            return work()
+            task = self._asks.submit(run)
+        except RuntimeError as error:
+            raise StoreError(f"{self._name} is not asked: {error}") from error
+        with contextlib.suppress(FutureTimeoutError):
+            return task.result(ANSWER_S)
+        if self._asked.is_connected:
+            with contextlib.suppress(FutureTimeoutError):
+                return task.result(CONNECTED_S - ANSWER_S)
+        self._stuck = task
+        raise StoreError(f"{self._name} does not answer in time")
+
+    def _checked(self, store: SharedStore, work: Callable[[SharedStore], Result]) -> Result:
+        """Return the result of `work` on a store; any failure of a back end is a `StoreError`."""
+        try:
+            return work(store)
         except StoreError:
             raise
         except Exception as error:
             raise StoreError(f"{self._name} failed: {error!r}") from error
         finally:
-            self._backend.close()
+            store.close()
 
     def _stop(self, problem: str) -> None:
-        self._off_until = self._clock() + RETRY_S
+        self._away_until = self._clock() + RETRY_S
         self._warn("off", f"{problem}; continuing without it, and trying again in {RETRY_S:.0f} s")
 
     def _stop_writing(self, problem: Unwritable) -> None:
@@ -273,81 +270,90 @@ class SharedLayer:
             self._warned.add(subject)
             warn(text, StoreWarning)
 
-    def _go_on(self, space: str, pull: Iterator[bool], seconds: float) -> None:
-        """Pull for `seconds`, and leave the rest to a task of its own, behind those that wait."""
-        end = self._clock() + seconds
-        for complete in pull:
-            if complete:
-                self._partial.discard(space)
-            elif self._clock() >= end:
-                rest = functools.partial(self._go_on, space, pull, _SLICE_S)
-                self._thread.submit(functools.partial(self._run, rest))
-                return
+    def _pull(self, space: str) -> bool:
+        """Pull new records and publish missing ones; return whether there were any."""
+        try:
+            store = self._unanswered[space] = self._backend.again()
+            found_news = self._checked(store, lambda store: self._copy(store, space))
+        except TryLater as error:
+            logger.info("%s; asking again", error)
+            raise
+        except StoreError as error:
+            self._stop(str(error))
+            raise
+        finally:
+            self._unanswered.pop(space, None)
+        self._away_until = 0.0
+        return found_news
 
-    def _pull(self, space: str, since: float, wait_s: float) -> Iterator[bool]:
-        """Copy what is new here and publish what is missing there; yield whether all is here."""
-        connection, backend = self._local, self._backend
-        database = connection.path if self._writes else None
-        with once_per_node.turn(database, space, self._origin, since, wait_s) as turn:
-            if turn is Turn.MINE:
-                names = backend.names(space)
-                missing = names - local_copy.copied(connection, space, self._origin)
-                pulled = iter(backend.pull(space, missing)) if missing else iter(())
-                for batch in _batches(pulled, self._batch):
-                    self._keep(batch)
-                    yield False
-                owned = local_copy.own(connection, space) - names
-                for own in _batches(iter(owned), self._batch):
-                    if self._may_write:
-                        try:
-                            self._deliver(space, local_copy.shareable(connection, own))
-                        except Unwritable as error:
-                            self._stop_writing(error)
-                        yield False
-        yield turn is not Turn.BUSY
+    def _copy(self, store: SharedStore, space: str) -> bool:
+        names = store.names(space)
+        self._unanswered.pop(space, None)
+        in_memory = {name_of(stored) for stored in tuple(self._memory.values())}
+        missing = names - local_copy.copied(self._local, space, self._origin)
+        news = missing - in_memory
+        missing = missing if self._writes else news
+        pulled = iter(store.pull(space, missing)) if missing else iter(())
+        for batch in _batches(pulled):
+            self._keep(batch)
+        owned = local_copy.own(self._local, space) - names if self._may_write else set()
+        for own in _batches(iter(owned)):
+            try:
+                self._deliver(store, space, local_copy.shareable(self._local, own))
+            except Unwritable as error:
+                self._stop_writing(error)
+                break
+        return bool(news or owned)
 
-    def _claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
+    def _claim(self, store: SharedStore, space: str, key: str, declared: str, force: bool) -> Claim:
         lease: Lease | None
         try:
-            lease = self._backend.lease(key, locks.node_id(self._local.path))
+            lease = store.lease(key, locks.node_id(self._local.path))
         except Unwritable as error:
             self._stop_writing(error)
             lease = NoLease()
-        stored = self._get(space, key, declared)  # also with force: its generation is the next one
-        if stored is None or force:
+        stored = store.get(space, key, declared)  # also with force: its generation is the next one
+        if stored is not None and not stored.unknown:
+            self._keep([stored])
+        if stored is None or stored.unknown or force:
             return Claim(lease)
         if lease is not None:
             lease.release()
         return Claim(stored=stored)
 
-    def _get(self, space: str, key: str, declared: str) -> StoredChoice | None:
-        stored = self._backend.get(space, key, declared)
-        if stored is None or stored.unknown:
-            return None
-        self._keep([stored])
-        return stored
-
-    def _deliver(self, space: str, records: Sequence[StoredChoice]) -> list[StoredChoice]:
+    def _deliver(
+        self, store: SharedStore, space: str, records: Sequence[StoredChoice]
+    ) -> list[StoredChoice]:
         """Publish records, and copy those that others had published under the same names."""
         records = [record for record in records if local_copy.is_sound(record)]
-        stored = self._backend.publish(space, records) if records else []
+        stored = store.publish(space, records) if records else []
         pairs = list(zip(records, stored, strict=True))
-        self._keep([other for _, other in pairs])
+        self._keep([other for own, other in pairs if own.choice != other.choice])
+        self._keep([other for own, other in pairs if own.choice == other.choice], OWN)
         return [own if other.unknown else other for own, other in pairs]
 
-    def _keep(self, records: Sequence[StoredChoice]) -> None:
+    def _keep(self, records: Sequence[StoredChoice], whose: str = "") -> None:
+        """Write copies to the local store, or keep them in memory where it is not written to."""
         records = [record for record in records if not record.unknown]
+        if not records:
+            return
         try:
-            if records:
-                local_copy.adopt(self._local, records, _SLICE_S, self._origin)
-                records = []
-            self.write_unkept(_SLICE_S)
+            if not self._writes:
+                raise StoreError("the local store is only read")
+            local_copy.adopt(self._local, records, _WRITE_S, f"{whose}{self._origin}")
         except StoreError as error:
             logger.info("%s; the pulled choices are kept in memory", error)
-            for each in sorted(records, key=lambda each: precedence(each.choice), reverse=True):
-                self._unkept[each.choice.key, each.choice.declared] = each
+            for each in sorted(records, key=lambda each: each.choice.generation):
+                self._memory[each.choice.key, each.choice.declared] = each
 
 
-def _batches(items: Iterator[Result], most: int) -> Iterator[list[Result]]:
-    while batch := list(itertools.islice(items, most)):
+def _batches(items: Iterator[Result]) -> Iterator[list[Result]]:
+    while batch := list(itertools.islice(items, _BATCH)):
         yield batch
+
+
+def _logged(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except StoreError as error:
+        logger.info("%s", error)

@@ -7,34 +7,26 @@ beside its program's own work, or on random inputs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from safetune.errors import StoreError
-from safetune.keys import encoding
 from safetune.messages import logger
-from safetune.store.local import rows
 from safetune.store.local.connection import Connection
-from safetune.store.local.rows import CHOICE, DEVICE, KERNEL, KEY, TRIAL
-from safetune.store.records import KeyRecord, StoredChoice
-from safetune.store.shared.protocol import Name, encode, namespace
+from safetune.store.local.rows import CHOICE, KEY, OWN, TRIAL
+from safetune.store.records import PINNED_LIST, StoredChoice
+from safetune.store.shared.protocol import Name, encode
 
 if TYPE_CHECKING:
-    import sqlite3
+    from safetune.store.shared.protocol import SharedStore
 
-    from safetune.store.shared.files import Directory
-
-#: Few, also where there are many keys.
-_TOOLCHAINS = "SELECT DISTINCT device, toolchain FROM key"
-_OF_SPACE = (
-    "FROM key JOIN choice ON choice.key = key.digest WHERE key.device = ? AND key.toolchain = ?"
-)
-_COPIED = f"SELECT choice.key, declared, generation {_OF_SPACE} AND origin = ?"
-#: The newest choice of each list for which the database also has a trial.
+_OF_SPACE = "FROM key JOIN choice ON choice.key = key.digest WHERE key.space = ?"
+_COPIED = f"SELECT choice.key, declared, generation {_OF_SPACE} AND origin IN (?, ?)"
+#: The newest choice of each list for which the database also has a trial, and none that is pinned.
 _OWN = (
     f"SELECT choice.key, declared, max(generation) {_OF_SPACE} AND EXISTS (SELECT 1 FROM trial "
     "WHERE trial.key = choice.key AND trial.config_digest = choice.config_digest) "
+    f"AND declared <> '{PINNED_LIST}' "
     "GROUP BY choice.key, declared"
 )
 _TRIALS = (
@@ -53,8 +45,8 @@ def is_sound(stored: StoredChoice) -> bool:
     return True
 
 
-def copy_all(connection: Connection, store: Directory) -> None:
-    """Copy all records of a directory, of every device and toolchain; raises `StoreError`."""
+def copy_all(connection: Connection, store: SharedStore) -> None:
+    """Copy all records of a store, of every device and toolchain; raises `StoreError`."""
     for space in store.namespaces():
         missing = store.names(space) - copied(connection, space, store.identity)
         records = [record for record in store.pull(space, missing) if not record.unknown]
@@ -68,7 +60,7 @@ def copied(connection: Connection, space: str, origin: str) -> set[Name]:
     They need not be read again, as a record never changes. What was tuned here, imported, or copied
     from another shared store is not among them: the record of that name is to replace it.
     """
-    return _names(connection, _COPIED, space, origin)
+    return _names(connection, _COPIED, space, origin, f"{OWN}{origin}")
 
 
 def own(connection: Connection, space: str) -> set[Name]:
@@ -85,14 +77,13 @@ def adopt(
     """Write choices that were made elsewhere, in one transaction; raises `StoreError`.
 
     Args:
-        origin: the shared store that they are the records of.
+        origin: the shared store that they are the records of, after `OWN` where this node made
+            them.
     """
-    choices = [(rows.key_rows(each.key), rows.choice_row(each.choice)) for each in stored]
-    of_keys = {(t.name, row["digest"]): (t, row) for key, _ in choices for t, row in key}
+    sealed = [(KEY.seal(each.key), CHOICE.seal(each.choice)) for each in stored]
     with connection.transaction(wait_s) as sqlite:
-        for table, row in of_keys.values():  # this node's row of a kernel has more in it
-            table.put_if_absent(sqlite, row)
-        for _, choice in choices:
+        for key, choice in sealed:
+            KEY.put_if_absent(sqlite, key)  # this node's row of a key has more in it
             CHOICE.insert(sqlite, {**choice, "origin": origin}, "REPLACE")
 
 
@@ -105,7 +96,7 @@ def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoic
     try:
         with connection.reading() as sqlite:
             for name in names:
-                choice, key = CHOICE.find(sqlite, *name), _key(sqlite, name.key)
+                choice, key = CHOICE.find(sqlite, *name), KEY.find(sqlite, name.key)
                 if choice and key:
                     made_from = (name.key, choice.config_digest, name.generation)
                     trial = next(TRIAL.sound(sqlite.execute(_TRIALS, made_from).fetchall()), None)
@@ -117,30 +108,10 @@ def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoic
     return found
 
 
-def _names(connection: Connection, statement: str, space: str, *parameters: str) -> set[Name]:
+def _names(connection: Connection, statement: str, *parameters: str) -> set[Name]:
     try:
         with connection.reading() as sqlite:
-            return {
-                Name(*row)
-                for kind in _kinds(sqlite, space)
-                for row in sqlite.execute(statement, (*kind, *parameters)).fetchall()
-            }
+            return {Name(*row) for row in sqlite.execute(statement, parameters).fetchall()}
     except StoreError as error:
         logger.info("%s; it counts as empty", error)
         return set()
-
-
-def _kinds(sqlite: sqlite3.Connection, space: str) -> Iterator[tuple[str, str]]:
-    """The device and toolchain columns of the keys in a namespace."""
-    for digest, toolchain in sqlite.execute(_TOOLCHAINS).fetchall():
-        device = DEVICE.find(sqlite, digest)
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
-            if device and namespace(device["record"], encoding.loads(toolchain)) == space:
-                yield digest, toolchain
-
-
-def _key(sqlite: sqlite3.Connection, digest: str) -> KeyRecord | None:
-    key = KEY.find(sqlite, digest)
-    kernel = key and KERNEL.find(sqlite, key["kernel"])
-    device = key and DEVICE.find(sqlite, key["device"])
-    return rows.key_record(key, kernel, device) if kernel and device else None

@@ -1,10 +1,11 @@
-"""Which shared store a URL names, and for whom it is opened.
+"""Opens the shared store of a URL.
 
-The package that a kind needs is imported here, so that a run without a shared store imports none.
+A kind's package is imported here, so that a run without a shared store imports none.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +17,9 @@ from safetune.settings import SharedKind, display_url, shared_kind
 if TYPE_CHECKING:
     from safetune.store.shared.protocol import SharedStore
 
-#: How long `safetune tune` waits for a store that many processes share, instead of `BUDGET_S`.
-SWEEP_S = 60.0
 
-
-def open_shared(url: str, sweep: bool = False, node: Path | None = None) -> SharedStore:
+def open_shared(url: str) -> SharedStore:
     """Return the store that a URL names, which does not connect yet.
-
-    For a sweep of many processes a directory gives leases, as PostgreSQL always does. They last for
-    a minute there. The processes that share the database `node` take turns to connect.
 
     Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
     """
@@ -32,29 +27,36 @@ def open_shared(url: str, sweep: bool = False, node: Path | None = None) -> Shar
 
     kind = shared_kind(url)
     if kind is SharedKind.DIRECTORY:
-        root = Path(unquote(url.partition("://")[2]))
-        if sweep:
-            from safetune.store.shared.lease_files import LeasedDirectory
-
-            return LeasedDirectory(root)
-        return files.Directory(root)
+        return files.Directory(Path(unquote(url.partition("://")[2])))
     try:
         if kind is SharedKind.POSTGRES:
             from safetune.store.shared.postgres import Postgres
 
-            if sweep:  # each of many ranks renews a lease: a third as often as it expires
-                return Postgres(url, lease_s=SWEEP_S, connect_for_s=SWEEP_S / 2, node=node)
-            return Postgres(url, node=node)
-        import fsspec
-
-        for protocol in url.partition("://")[0].split("::"):
-            fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
+            return Postgres(url)
+        _check_protocols(url)
+    except ImportError as error:
         install = "pip install 'safetune[postgres]'"
         if kind is SharedKind.OBJECTS:  # fsspec says "Install s3fs to access S3"
             named = re.search(r"Install (?:the )?([a-z][\w\[\]-]*) ", str(error), re.IGNORECASE)
             install = f"pip install {named[1]}" if named else "pip install 'safetune[shared]'"
-        raise InvalidSetting(
+        missing = InvalidSetting(
             f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {error}; {install}"
-        ) from error
+        )
+        raise missing.with_fix(install) from error
     return files.Objects(url)
+
+
+def _check_protocols(url: str) -> None:
+    """Raise `ImportError` or `InvalidSetting` unless fsspec can open every protocol of a URL."""
+    import fsspec
+
+    for protocol in url.partition("://")[0].split("::"):
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError as error:
+            near = difflib.get_close_matches(protocol, fsspec.available_protocols(), cutoff=0.7)
+            unknown = InvalidSetting(
+                f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {protocol} is no protocol "
+                f"of fsspec; did you mean {', '.join(near or ['s3', 'gs', 'abfs'])}?"
+            )
+            raise unknown.with_fix("correct the part of the URL before ://") from error

@@ -1,8 +1,8 @@
-"""How a PostgreSQL server is reached, and what it says when it is there and cannot answer now.
+"""Connects to a PostgreSQL server, and recognises one that cannot answer now.
 
-A server that has no free connection, or that is starting, is to be asked again later by the caller.
-A server that nothing answers for is tried for a while here, as it may be starting again. A refusal
-is final: each further wrong password may lock an account.
+The caller asks again later if the server has no free connection or is starting. A server that does
+not answer is tried for a while here, because it may be restarting. A refusal is final: each further
+wrong password may lock an account.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _DEFAULTS |= {"tcp_user_timeout": "5000"}
 #: ends the connecting, and poolers give it another one.
 _LATER = re.compile(
     "too many|remaining connection slots|no more connections|connections exceeded|max clients|"
-    "query_wait_timeout|starting up|shutting down|in recovery mode|not yet accepting",
+    "query_wait_timeout|statement timeout|starting up|shutting down|in recovery mode|"
+    "not yet accepting",
     re.IGNORECASE,
 )
 

@@ -1,4 +1,4 @@
-"""What several nodes share: records, their names, and the interface of a store that keeps them.
+"""Shared by several nodes: records, their names, and the interface of their store.
 
 A record is a pack of one choice (`schema`) as canonical JSON, with a checksum, and never changes
 once it is written. It counts only where the checksum matches and every field is right, and then it
@@ -9,28 +9,22 @@ its own, so that a run never waits long for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Set
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from safetune.errors import PackError, StoreError
 from safetune.keys import encoding
 from safetune.store import schema
 from safetune.store.local.rows import RecordError
+from safetune.store.records import FORMAT as FORMAT
 from safetune.store.records import StoredChoice
+from safetune.store.records import namespace as namespace
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
 
-#: The layout that is written, and the only one that is read; it is in every namespace.
-FORMAT = 2
-
 #: A record has about 1 KB; more than this is not a choice.
 MAX_BYTES = 64 << 10
-
-
-#: The owner of a lease that every node gets for a while: its last holder did not publish a choice.
-UNSHARED = "unshared"
-UNSHARED_S = 600.0
 
 
 class Name(NamedTuple):
@@ -44,11 +38,6 @@ class Name(NamedTuple):
 def name_of(stored: StoredChoice) -> Name:
     """Return the name of a choice's record."""
     return Name(stored.choice.key, stored.choice.declared, stored.choice.generation)
-
-
-def namespace(device: Mapping[str, Any], toolchain: Mapping[str, Any]) -> str:
-    """Return what keys must share for one node to need them all: the device and the toolchain."""
-    return encoding.digest([FORMAT, dict(device), dict(toolchain)])
 
 
 def space_of(key: TuningKey) -> str:
@@ -109,11 +98,8 @@ class Lease(Protocol):
     def renew(self) -> bool:
         """Extend it; False if another node has it by now."""
 
-    def release(self, published: bool = True) -> None:
-        """Let another node have it; all of them at once where nothing was published.
-
-        Then every node has to tune the key, and should not wait for the others.
-        """
+    def release(self) -> None:
+        """Let another node have it."""
 
 
 class NoLease:
@@ -125,7 +111,7 @@ class NoLease:
         """Return True: it does not expire."""
         return True
 
-    def release(self, published: bool = True) -> None:
+    def release(self) -> None:
         """Do nothing."""
 
 
@@ -157,29 +143,35 @@ class SharedStore(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether it has let this process in, and so is there, however long it takes to answer."""
+        """Whether it has let this object in, and so is there, however long it takes to answer."""
+
+    def again(self) -> SharedStore:
+        """Return an object for the same store that another thread may use."""
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace."""
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records of these names, in any order.
-
-        The store may be closed between two of them, and goes on.
-        """
+        """Yield the records of these names, in any order."""
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation for a key and a config list."""
 
+    def namespaces(self) -> list[str]:
+        """Return the namespaces that have records. For commands: a run knows its own."""
+
+    def forget(self, namespace: str, names: Set[Name]) -> None:
+        """Delete the records of these names."""
+
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-        """Write records, none over a valid one; return what is stored under their names now."""
+        """Write records, none over a valid one; return the records stored under their names."""
 
     def lease(self, key: str, node: str) -> Lease | None:
         """Take the lease of a key; None while another node has it.
 
-        A node that has it already gets it again: its process that had it has ended, as only one
-        process of a node asks at a time.
+        A node that has it already gets it again: its process that had it has ended, as only the
+        process that holds the key's lock asks.
         """
 
     def close(self) -> None:
-        """Close what it keeps open between calls."""
+        """Close everything that it keeps open between calls."""

@@ -20,15 +20,22 @@ def parent_of(process):
         return int(stat.read().rpartition(")")[2].split()[1])
 
 
+def name_of(process):
+    with open(f"/proc/{process}/comm") as name:
+        return name.read().strip()
+
+
 def kill_tuner(arguments):
-    """Kill the process that tunes, the parent of the server that has forked this child; with
-    TEST_KILLS=actor that one's parent."""
+    """Kill the process that tunes, the parent of the server that has forked this child; or the
+    one above it with the name TEST_KILLS."""
     if arguments["N"] == 102 and "TEST_KILL" in os.environ:
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(os.environ["TEST_KILL"], os.O_CREAT | os.O_EXCL))
-            tuner = parent_of(os.getppid())
-            whole = os.environ.get("TEST_KILLS") == "actor"
-            os.kill(parent_of(tuner) if whole else tuner, signal.SIGKILL)
+            file = os.open(os.environ["TEST_KILL"], os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            tuner, name = parent_of(os.getppid()), os.environ.get("TEST_KILLS", "")
+            while name and name_of(tuner) != name:
+                tuner = parent_of(tuner)
+            os.write(file, name_of(tuner).encode())
+            os.kill(tuner, signal.SIGKILL)
             signal.pause()
 
 

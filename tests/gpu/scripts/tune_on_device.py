@@ -33,7 +33,8 @@ def trials():
     """Return the card of every trial so far."""
     path = os.path.join(os.environ["SAFETUNE_CACHE_DIR"], "safetune.db")
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
-        return [uuid for (uuid,) in connection.execute("SELECT gpu_uuid FROM trial ORDER BY rowid")]
+        query = "SELECT json_extract(record, '$.outcome.gpu_uuid') FROM trial ORDER BY rowid"
+        return [uuid for (uuid,) in connection.execute(query)]
 
 
 def call(index):

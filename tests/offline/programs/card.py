@@ -28,9 +28,9 @@ from triton.runtime import driver
 
 import safetune
 from safetune import triton_compile
+from safetune.both import backend
 from safetune.config import config_digest, config_record
-from safetune.isolation import backend
-from safetune.keys.kernel_digest import base_function
+from safetune.keys.identity import base_function
 from safetune.miss.resolve import Miss
 from safetune.offline import tasks
 from safetune.settings import Settings
@@ -49,10 +49,9 @@ class Launcher:
         launched.append(self.name)
 
 
-amd = os.environ.get("CARD")  # e.g. gfx942; without it an H100
-target = GPUTarget("hip", amd, 64) if amd else GPUTarget("cuda", 90, 32)
-name = "AMD Instinct" if amd else "NVIDIA H100 80GB HBM3"
-facts = {"multiprocessor_count": 132, "max_shared_mem": 65536 if amd else 232448, "warpSize": 32}
+target = GPUTarget("cuda", 90, 32)
+name = "NVIDIA H100 80GB HBM3"
+facts = {"multiprocessor_count": 132, "max_shared_mem": 232448, "warpSize": 32}
 facts |= {"max_num_regs": 65536, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1}
 driver.set_active(
     SimpleNamespace(

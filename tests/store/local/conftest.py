@@ -59,7 +59,6 @@ class Records:
             digest=digest,
             kernel_name="add",
             kernel_digest="kernel",
-            kernel_source="def add(): ...",
             kernel_file="/src/add.py",
             kernel_line=12,
             device_digest="device",

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-import sqlite3
 import struct
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from safetune.store.local.locks import Waited
 from safetune.store.local.store import Store
 from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import WaitBudget, compiling, compiling_name, elect
+from tests import stored_rows
 
 ROOT = Path(__file__).parents[3]
 HERD = Path(__file__).parent / "scripts" / "herd.py"
@@ -117,7 +117,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def query(folder: Path, statement: str) -> list[Any]:
-    connection = sqlite3.connect(folder / "store" / "safetune.db", timeout=30)
+    connection = stored_rows.connected(folder / "store" / "safetune.db")
     try:
         return connection.execute(statement).fetchall()
     finally:

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ int statfs(const char *path, struct statfs *found) {
 
 #: A process of a node: tells where its database is, what it finds and what it is told.
 _NODE = """
-import time, warnings
+import warnings
 from tests.store.shared.conftest import LIST, SPACE, key, tuned
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
@@ -47,7 +47,7 @@ with warnings.catch_warnings(record=True) as caught:
     found = opened.find(key(1), LIST)
     if sys.argv[2:] == ["tune"]:
         tuned(opened.store, 1, 64)
-        opened.store.shared.refresh(SPACE, since=time.time())
+        opened.store.shared.pull(SPACE)
     told = [str(each.message) for each in caught]
 print(json.dumps([str(opened.store.path), found and found.config["BLOCK"], told]))
 """
@@ -143,7 +143,13 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Settings:
 
 @pytest.mark.parametrize(
     ("number", "name"),
-    [(0x0BD00BD0, "Lustre"), (0x47504653, "GPFS"), (0x19830326, "BeeGFS"), (0xFF534D42, "CIFS")],
+    [
+        (0x0BD00BD0, "Lustre"),
+        (0x47504653, "GPFS"),
+        (0x19830326, "BeeGFS"),
+        (0xFF534D42, "CIFS"),
+        (0x65735546, "FUSE"),
+    ],
 )
 def test_network_file_systems_are_known_by_their_number(
     tmp_path: Path, number: int, name: str
@@ -154,71 +160,16 @@ def test_network_file_systems_are_known_by_their_number(
     assert db_files.network_of(tmp_path, there.get) == ""
 
 
-@pytest.mark.parametrize(
-    ("mounted", "network"),
-    [
-        ("fuse.sshfs", "fuse.sshfs"),
-        ("fuse.glusterfs", "fuse.glusterfs"),
-        ("fuse", "fuse"),
-        (None, "FUSE"),
-        ("fuseblk", ""),
-        ("fuse.fuse-overlayfs", ""),
-    ],
-)
-def test_fuse_is_a_network_unless_it_serves_this_machine(
-    tmp_path: Path, mounted: str | None, network: str
+@pytest.mark.parametrize("names", [("a", "b"), ("a/cache", "b/cache")])
+def test_each_cache_directory_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
 ) -> None:
-    device = tmp_path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    lines = ["22 1 0:999 / / rw shared:1 - ext4 /dev/vda rw"]
-    lines += [f"36 22 {number} / /mnt/a\\040b rw shared:2 - {mounted} host: rw"] * bool(mounted)
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text("\n".join(lines) + "\n")
-    assert db_files.network_of(tmp_path, lambda _: db_files.FUSE, mounts) == network
-
-
-class TestNodeLocalDirectory:
-    @pytest.fixture(autouse=True)
-    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("home", "job", "tmp"):
-            (tmp_path / name).mkdir()
-        monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "job"))
-        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-
-    @pytest.fixture
-    def directory_of(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[[Path], Path | None]:
-        """Where the database is of a cache directory, while `home` is on a network."""
-
-        def directory_of(cache: Path) -> Path | None:
-            settings = settings_of(monkeypatch, cache)
-            home = tmp_path / "home"
-            return locate(settings, lambda path: "NFS" * path.is_relative_to(home)).directory
-
-        return directory_of
-
-    def test_is_the_one_of_the_job_if_it_is_there_and_local(
-        self,
-        directory_of: Callable[[Path], Path | None],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        first = directory_of(tmp_path / "home")
-        assert first is not None
-        assert first.parent == tmp_path / "job"
-        (tmp_path / "job").rmdir()
-        second = directory_of(tmp_path / "home")
-        assert second is not None
-        assert (second.parent, second.name) == (tmp_path / "tmp", first.name)
-        monkeypatch.setenv("TMPDIR", str(tmp_path / "home"))
-        assert directory_of(tmp_path / "home") == Path("/tmp") / first.name
-
-    def test_differs_between_cache_directories(
-        self, directory_of: Callable[[Path], Path | None], tmp_path: Path
-    ) -> None:
-        found = {directory_of(tmp_path / "home" / name) for name in ("a", "b")}
-        assert len(found) == 2
+    directories = {
+        locate(settings_of(monkeypatch, tmp_path / name), lambda _: "NFS").directory
+        for name in names
+    }
+    assert len(directories) == 2
+    assert {directory.parent for directory in directories} == {Path(tempfile.gettempdir())}
 
 
 def test_a_directory_of_another_user_on_the_disk_of_a_node_is_refused(cluster: Cluster) -> None:

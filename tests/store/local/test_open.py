@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import stat
 import threading
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from sqlite_utils import Database
-from sqlite_utils.migrations import Migrations
 
 from safetune.errors import StoreError, StoreWarning
 from safetune.settings import Settings
@@ -52,39 +50,31 @@ def test_a_new_database_is_marked_and_in_wal_mode(store):
         for name in ("user_version", "application_id", "journal_mode")
     ]
     assert pragmas == [opening.VERSION, 0x53465455, "wal"]
-    applied = connection.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall()
     connection.close()
-    assert applied == [("safetune", step.__name__) for step in opening.HISTORY]
 
 
-def test_the_history_of_a_new_database_is_kept_as_sqlite_utils_keeps_it(store):
-    """It is made without the import, and a later safetune finds which steps have run."""
-    migrations = Migrations("safetune")
-    for step in opening.HISTORY:
-        migrations()(step)
-    ours, theirs = sqlite3.connect(store.path), sqlite3.connect(":memory:")
-    assert list(migrations.pending(Database(ours))) == []
-    migrations.apply(Database(theirs))
-    found = []
-    for connection in (ours, theirs):
-        columns = "SELECT name, type, pk FROM pragma_table_info('_sqlite_migrations')"
-        index = (
-            "SELECT name, sql FROM sqlite_master WHERE tbl_name = '_sqlite_migrations' LIMIT 1, 9"
-        )
-        steps = "SELECT id, migration_set, name, length(applied_at) > 20 FROM _sqlite_migrations"
-        found.append([connection.execute(query).fetchall() for query in (columns, index, steps)])
-        connection.close()
-    assert found[0] == found[1]
-
-
-def test_the_migrations_make_the_tables_that_rows_describes(store):
+def test_the_schema_is_what_sqlite_utils_would_make(store):
+    """It is SQL text, so that a launch need not import the library."""
     connection = sqlite3.connect(store.path)
+    opened, made = Database(connection), Database(memory=True)
     for table in rows.TABLES:
-        found = connection.execute(f"PRAGMA table_info({table.name})").fetchall()
-        beside = {"checksum", "origin"} if table is rows.CHOICE else {"checksum"}
-        assert {name for _, name, *_ in found} == {*table.columns, *beside}
-        order = sorted((position, name) for _, name, _, _, _, position in found if position)
-        assert [name for _, name in order] == list(table.primary_key)
+        kinds = {"generation": int, "created": float}
+        made[table.name].create(
+            {name: kinds.get(name, str) for name in table.columns},
+            pk=table.primary_key if len(table.primary_key) > 1 else table.primary_key[0],
+            not_null=set(table.own),
+            defaults=dict.fromkeys(table.own, ""),
+        )
+    made["key"].create_index(["kernel_name"])
+    made["key"].create_index(["kernel_digest", "device_digest"])
+    made["key"].create_index(["space"])
+    assert sorted(opened.table_names()) == sorted(made.table_names())
+    for name in made.table_names():
+        assert opened[name].columns == made[name].columns, name
+        assert opened[name].pks == made[name].pks, name
+        assert [index.columns for index in opened[name].indexes] == [
+            index.columns for index in made[name].indexes
+        ], name
     connection.close()
 
 
@@ -117,7 +107,7 @@ def test_a_zero_length_file_is_a_new_database(tmp_path, records):
 def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, records, content):
     path = tmp_path / "safetune.db"
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match="damaged") as caught:
+    with pytest.warns(UserWarning, match="cannot be used") as caught:
         store = Store.open(tmp_path)
     (aside,) = db_files.moved(path)
     assert len(caught) == 1
@@ -143,7 +133,7 @@ def test_damage_that_sqlite_quotes_and_python_cannot_read_does_not_reach_the_cal
     with pytest.warns(StoreWarning, match="malformed database schema"):
         opened = lookup.open_lookup(Settings.current())
     assert opened.store.choice("key") is None
-    assert len(list(store.path.parent.glob("*.corrupt-*"))) == (0 if frozen else 1)
+    assert len(list(store.path.parent.glob("*.aside-*"))) == (0 if frozen else 1)
 
 
 def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
@@ -160,7 +150,7 @@ def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
             assert db_files.moved(path) == []
         opening.prepare(connection)
 
-    with pytest.warns(UserWarning, match="damaged"):
+    with pytest.warns(UserWarning, match="cannot be used"):
         connection, found = opening.connect(path, prepare_slowly, wait_s=0.0)
     connection.close()
     assert len(refused) == len(db_files.moved(path)) == 1
@@ -182,7 +172,7 @@ def test_a_newer_database_is_refused_and_left_alone(store, records):
     connection.execute("PRAGMA user_version=99")
     connection.close()
     content = store.path.read_bytes()
-    known = rf"newer safetune \(schema 99, this one knows {opening.VERSION}\)"
+    known = rf"newer safetune \(format 99, this one knows {opening.VERSION}\)"
     with pytest.raises(StoreError, match=known):
         Store.open(store.path.parent)
     assert store.path.read_bytes() == content
@@ -205,7 +195,7 @@ def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path, statem
 
 @pytest.mark.parametrize("statement", ["DROP TABLE {0}", "ALTER TABLE {0} DROP COLUMN message"])
 def test_missing_tables_and_columns_are_errors_not_new_tables(store, records, statement):
-    """A missing table is not made up from the row that is inserted."""
+    """A missing table is not made up from the row that is inserted; the next use sets it aside."""
     connection = sqlite3.connect(store.path)
     try:
         connection.execute(statement.format("trial"))
@@ -218,7 +208,8 @@ def test_missing_tables_and_columns_are_errors_not_new_tables(store, records, st
         store.put_trial(records.trial())
     with pytest.raises(StoreError, match=r"cannot read the store .*safetune\.db: no such"):
         store.trials("key", 1)
-    store.put_choice(records.choice())
+    with pytest.warns(StoreWarning, match="no such .* it is renamed to"):
+        store.put_choice(records.choice())
 
 
 def test_a_failed_write_leaves_the_store_usable(store, records):
@@ -229,37 +220,33 @@ def test_a_failed_write_leaves_the_store_usable(store, records):
     with pytest.raises(StoreError, match="no"):
         store.put_key(records.key())
     connection.execute("DROP TRIGGER refuse")
-    assert connection.execute("SELECT count(*) FROM kernel").fetchone() == (0,)
+    assert connection.execute("SELECT count(*) FROM key").fetchone() == (0,)
     connection.close()
     store.put_key(records.key())
     assert store.kernels() == ["add"]
 
 
-def test_a_store_with_leases_loses_them_and_nothing_else(store, records):
-    """As 0.1.0 left it, with an owner that was killed."""
+@pytest.mark.parametrize("version", [1, 3, opening.VERSION - 1])
+@pytest.mark.parametrize("frozen", [False, True], ids=["written to", "frozen"])
+def test_a_database_of_an_earlier_format_is_set_aside_with_one_line(
+    store, records, version, frozen, monkeypatch
+):
     store.put_choice(records.choice())
-    path = store.path
     store.close()
-    connection = sqlite3.connect(path)
-    with connection:
-        connection.execute(
-            "CREATE TABLE lease (token INTEGER PRIMARY KEY AUTOINCREMENT, "
-            "name TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, beats INTEGER NOT NULL)"
-        )
-        connection.execute("INSERT INTO lease VALUES (3, 'key', '[\"boot\", 1, 2, \"3\"]', 4)")
-        connection.execute("DELETE FROM _sqlite_migrations WHERE name = 'm004_drop_lease'")
-        connection.execute("PRAGMA user_version = 3")
-    opened = Store.open(path.parent)
-    assert opened.choice("key") == records.choice()
-    opened.close()
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-    version = connection.execute("PRAGMA user_version").fetchone()
+    connection = sqlite3.connect(store.path)
+    connection.execute(f"PRAGMA user_version={version}")
     connection.close()
-    assert "lease" not in tables
-    assert version == (opening.VERSION,)
+    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(store.path.parent))
+    monkeypatch.setenv("SAFETUNE_MODE", "frozen" if frozen else "tune")
+    with pytest.warns(StoreWarning, match=f"earlier safetune wrote it: format {version}") as caught:
+        opened = lookup.open_lookup(Settings.current()).store
+    assert len(caught) == 1
+    assert opened.choice("key") is None
+    assert len(db_files.moved(store.path)) == (0 if frozen else 1)
+    assert opened.put_choice(records.choice("c2")) == records.choice("c2") == opened.choice("key")
 
 
-def test_a_migration_that_fails_leaves_nothing_behind(tmp_path, children):
+def test_an_opening_that_fails_leaves_nothing_behind(tmp_path, children):
     """A real write error (a file size limit) in the first open; then an open without it."""
     output = children.run(
         """
@@ -283,7 +270,7 @@ print(len(store.trials("key", 1)))
     assert stored == "1"
 
 
-def test_a_migration_between_two_reads_is_not_taken_for_another_programs_database(tmp_path):
+def test_tables_made_between_two_reads_are_not_taken_for_another_programs_database(tmp_path):
     """Regression: version 0, read before, and tables, read after, looked like another program's."""
     path = tmp_path / "safetune.db"
     path.touch()
@@ -296,7 +283,6 @@ def test_a_migration_between_two_reads_is_not_taken_for_another_programs_databas
                 other.join(0.5)  # it has to wait for this connection; if not, it is done by then
             return super().execute(statement, *parameters)
 
-    Store.in_memory().kernels()  # so that the thread need not import sqlite_utils first
     connection = sqlite3.connect(path, isolation_level=None, factory=Interrupted)
     opening.prepare(connection)
     connection.close()
@@ -305,7 +291,7 @@ def test_a_migration_between_two_reads_is_not_taken_for_another_programs_databas
 
 
 LOADED = (
-    "heavy = ('torch', 'triton', 'numpy', 'sqlite_utils', 'msgspec')\n"
+    "heavy = ('torch', 'triton', 'numpy', 'sqlite_utils')\n"
     "print([name for name in heavy if name in sys.modules])"
 )
 
@@ -339,17 +325,14 @@ def test_a_database_is_kept_that_is_moved_aside_after_the_clock_was_set_back(tmp
         with pytest.warns(UserWarning, match="is renamed to") as caught:
             Store.open(tmp_path).close()
         named.append(str(caught[0].message).partition("renamed to ")[2].partition(",")[0])
-    assert [str(path) for path in db_files.moved(tmp_path / "safetune.db")] == named[2:]
+    assert [str(path) for path in db_files.moved(tmp_path / "safetune.db")] == named[-1:]
 
 
-@pytest.mark.parametrize("gone", [(), ("-shm",), ("-shm", ".lock")])
-def test_reading_alone_writes_nothing_beside_what_a_killed_writer_left(tmp_path, children, gone):
+def test_reading_alone_writes_nothing_beside_what_a_killed_writer_left(tmp_path, children):
     directory = tmp_path / "cache"
     children.run(
         "store = Store.open(directory)\nstore.put_choice(choice('c1'))\nos._exit(0)", directory
     )
-    for suffix in gone:
-        (directory / f"safetune.db{suffix}").unlink()
 
     def files():
         return {path.name: (path.stat(), path.read_bytes()) for path in directory.iterdir()}
@@ -367,10 +350,5 @@ def test_a_copy_without_the_log_of_a_database_in_use_says_so(tmp_path, store, re
     store.put_choice(records.choice())
     copy = tmp_path / "copy.db"
     copy.write_bytes(store.path.read_bytes())
-    with pytest.raises(StoreError, match=r"it is empty; .* copy the file that ends in -wal too"):
+    with pytest.raises(StoreError, match=r"it is empty; .* use `safetune export` instead"):
         Store.open_read_only(copy)
-
-    shutil.copyfile(f"{store.path}-wal", f"{copy}-wal")
-    opened = Store.open_read_only(copy)
-    assert opened.choice("key") == records.choice()
-    opened.close()

@@ -66,7 +66,7 @@ def test_a_reader_is_not_blocked_by_a_writer(store, records):
     store.put_choice(records.choice())
     other = sqlite3.connect(store.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    other.execute("UPDATE choice SET measured = 9")
+    other.execute("UPDATE choice SET record = ''")
     assert store.choice("key") == records.choice()
     other.execute("ROLLBACK")
     other.close()
@@ -238,7 +238,7 @@ store.put_choice(choice("c1"))
 begun, forked = threading.Event(), threading.Event()
 def write():
     with store.connection.transaction() as connection:
-        connection.execute("UPDATE kernel SET line = 1")
+        connection.execute("UPDATE key SET record = ''")
         begun.set()
         forked.wait()
 thread = threading.Thread(target=write)

@@ -43,7 +43,6 @@ def entry(n: Any = 1024, **changes: Any) -> StoredChoice:
         "median_ms": 0.0125,
         "measured": 8,
         "created": NOON,
-        "kernel_source": "",
         **changes,
     }
     parts = [facts[n] for n in ("kernel_name", "kernel_digest", "call", "device", "toolchain")]
@@ -64,7 +63,7 @@ def entry(n: Any = 1024, **changes: Any) -> StoredChoice:
 
 def fill(store: Store, *entries: StoredChoice) -> None:
     for each in entries:
-        store.put_key(replace(each.key, kernel_source=each.key.kernel_source or "def add(): ..."))
+        store.put_key(replace(each.key, kernel_file="/src/add.py"))
         store.put_choice(each.choice)
 
 

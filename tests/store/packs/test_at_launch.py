@@ -73,6 +73,55 @@ def test_the_content_of_a_pack_counts_and_not_its_name(
     assert tuned(made)
 
 
+@pytest.mark.parametrize("names", [("h100.json",), ("a.json", "b.json"), (None, "z.json")])
+def test_a_pack_is_read_whatever_its_file_is_called(
+    copies: Any, packed: Any, told: Any, names: tuple[str | None, ...]
+) -> None:
+    """A file of several choices of one kernel, or several files of one."""
+    made = copies(blocks=(16, 32, 64))
+    for n, name in zip((100, 101), names, strict=False):
+        path = packed(made, 64, n=n)
+        if name is not None:
+            path.rename(path.with_name(name))
+    (packed.directory / "notes.json").write_text('{"digest": 7')
+    for n in (100, 101)[: len(names)]:
+        assert copies(blocks=(16, 32, 64))(n) == 64
+    assert open_lookup(Settings.current()).store.kernels() == [], "nothing was tuned"
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"declared": "ab" * 16}, "it was made from another list of configs"),
+        ({"config": {"BLOCK": 8, "num_warps": 4}}, "its config is not declared, or pruned"),
+    ],
+)
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_choice_that_is_not_used_is_one_line_that_says_so(
+    copies: Any,
+    packed: Any,
+    monkeypatch: Any,
+    caplog: Any,
+    changes: Any,
+    reason: str,
+    is_imported: bool,
+) -> None:
+    made = copies(blocks=(16, 32))
+    path, where = packed(made, 32, **changes), "the store, which was imported"
+    packed(made, 32, n=101, **changes)
+    if is_imported:
+        exchange.import_into(open_lookup(Settings.current()).store, packs.read_pack(path))
+        monkeypatch.delenv("SAFETUNE_PACKS")
+    assert tuned(made)
+    made(101)
+    lines = [record.getMessage() for record in caplog.records if "not used" in record.message]
+    where = where if is_imported else str(path)
+    assert lines == [
+        f"copy_kernel: the choice for n=100 (float32) in {where} is not used: {reason}"
+    ]
+
+
 def test_two_lists_of_configs_in_one_pack(copies: Any, packed: Any) -> None:
     """Of two versions of a program."""
     old, new = copies(blocks=(16, 32, 64)), copies(blocks=(32, 64, 128))
@@ -110,7 +159,8 @@ def test_the_order(copies: Any, packed: Any, tmp_path: Path, monkeypatch: Any) -
 def test_the_shipped_packs_are_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_PACKS", "/one:/two".replace(":", os.pathsep))
     lookup = open_lookup(Settings.current())
-    assert lookup._packs._directories == (Path("/one"), Path("/two"), packs.shipped())
+    assert lookup._packs._directories == (Path("/one"), Path("/two"))
+    assert lookup._packs._shipped == packs.shipped()
     assert (packs.shipped() / "README.md").is_file()
 
 
@@ -178,13 +228,12 @@ print(json.dumps([path for path in opened if path.endswith(".json") and "fill_ke
 def test_a_pack_is_opened_when_the_store_has_no_choice(
     fresh_process: FreshProcess, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """And of all packs, that of the kernel and device alone: by name, without a look around."""
+    """The one with the kernel and the device in its name first; the others only if it lacks it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     directory = tmp_path / "packs"
     directory.mkdir()
-    for other in ("copy_kernel", "fill_kernel_2"):
-        (directory / f"{other}.interpreter.01234567.json").write_text("{")
+    (directory / "copy_kernel.interpreter.01234567.json").write_text("{")
     env = {"SAFETUNE_PACKS": str(directory)}
 
     def opened() -> list[str]:

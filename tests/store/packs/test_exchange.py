@@ -109,7 +109,7 @@ class TestImport:
         store = choices.store(tmp_path / "a", choices.entry(1))
         connection = sqlite3.connect(store.path)
         connection.execute(
-            "CREATE TRIGGER full BEFORE INSERT ON kernel WHEN NEW.name = 'layer_norm' "
+            "CREATE TRIGGER full BEFORE INSERT ON key WHEN NEW.kernel_name = 'layer_norm' "
             "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
         )
         before = list(connection.iterdump())
@@ -144,16 +144,16 @@ class TestImport:
         assert done == exchange.Imported(new=1, older=1)
         assert [c.generation for c in (e.choice for e in store.choices_of_lists())] == [3, 1]
 
-    def test_the_source_of_a_known_kernel_stays(self, choices: Any, tmp_path: Path) -> None:
-        store = choices.store(tmp_path / "a", choices.entry(1, kernel_source="def add(x): ..."))
-        exchange.import_into(store, [choices.entry(2)])
-        assert {e.key.kernel_source for e in store.choices()} == {"def add(x): ..."}
+    def test_the_file_of_a_known_key_stays(self, choices: Any, tmp_path: Path) -> None:
+        store = choices.store(tmp_path / "a", choices.entry(1))
+        exchange.import_into(store, [choices.entry(1, generation=2)])
+        assert {each.key.kernel_file for each in store.choices()} == {"/src/add.py"}
 
     def test_a_corrupt_row_is_replaced(self, choices: Any, tmp_path: Path) -> None:
         store = choices.store(tmp_path / "a", choices.entry(1))
         connection = sqlite3.connect(store.path)
-        for table in ("choice", "key", "kernel", "device"):
-            connection.execute(f"UPDATE {table} SET checksum = 'rotten'")
+        for table in ("choice", "key"):
+            connection.execute(f"UPDATE {table} SET record = 'rotten'")
         connection.commit()
         connection.close()
         assert store.choices() == []

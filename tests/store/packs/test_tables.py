@@ -1,4 +1,4 @@
-"""Tables of configs in the files of vLLM, SGLang and Hugging Face kernels, and trials as T4."""
+"""Tables of configs in the files of vLLM, SGLang and Hugging Face kernels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from safetune.errors import PackError
-from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.packs import t4, tables
+from safetune.store.packs import tables
 from safetune.store.packs.tables import Kind
-from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 CONFIG = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 #: As these projects ship them: only the numbers are ours.
@@ -62,7 +61,7 @@ def choice(size: int, created: float = 1.0, triton: str = "3.9.0", **values: Any
     named = {"M": size, "N": 512, **values}
     call = {"values": [list(pair) for pair in named.items()], "dtypes": [["x", "float16"]]}
     device = {"name": "NVIDIA L4"}
-    key = KeyRecord(f"{named}{triton}", "gemm", "", "", "", 0, "", device, {"triton": triton}, call)
+    key = KeyRecord(f"{named}{triton}", "gemm", "", "", 0, "", device, {"triton": triton}, call)
     config = {**CONFIG, "BLOCK_M": size, "num_ctas": 1, "maxnreg": None, "pre_hook": "f00"}
     return StoredChoice(key, ChoiceRecord(key.digest, 1, "", config, "", 1.0, 1, created))
 
@@ -109,28 +108,3 @@ def test_a_key_without_m_is_refused_unless_another_name_stands_for_it() -> None:
         tables.tables_of([entry], Kind.HF, {})
     (table,) = tables.tables_of([entry], Kind.HF, {"M": "n_tokens"}).values()
     assert list(table.rows) == [7]
-
-
-def test_trials_as_t4_say_what_was_wrong_with_each_config() -> None:
-    timing = Timing(2.0, 1.5, 2.5, 9, "final")
-    outcomes = [
-        Outcome(Verdict.OK, timing),
-        Outcome(Verdict.WRONG_RESULT, timing),
-        Outcome(Verdict.COMPILE_ERROR),
-        Outcome(Verdict.TIMEOUT),
-        Outcome(Verdict.DIED),
-    ]
-    key = choice(1).key
-    trials = [TrialRecord(key.digest, "", CONFIG, 1, outcome, 0.0) for outcome in outcomes]
-    ((name, found),) = t4.t4_files([(key, trials), (choice(2).key, [])]).items()
-    assert name.startswith("gemm.NVIDIA_L4.")
-    assert found["schema_version"] == "1.0.0"
-    results = found["results"]
-    validity = ["correct", "correctness", "compile", "timeout", "runtime"]
-    assert [result["invalidity"] for result in results] == validity
-    assert [result["correctness"] for result in results] == [1, 0, 0, 0, 0]
-    assert results[0]["configuration"] == CONFIG
-    assert results[0]["measurements"][0] == {"name": "time", "value": 2.0, "unit": "ms"}
-    assert results[0]["times"] == {"runtimes": [2.0]}
-    assert results[0]["objectives"] == ["time"]
-    assert results[4]["measurements"] == []

@@ -24,7 +24,10 @@ from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKe
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
-from safetune.store.shared.protocol import namespace
+from safetune.store.shared import layer, puller
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.opening import open_shared
+from safetune.store.shared.protocol import SharedStore, namespace
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,7 +78,7 @@ def choice(number: int = 0, block: int = 64, generation: int = 1, **changes: Any
 
 def stored(number: int = 0, block: int = 64, generation: int = 1, **changes: Any) -> StoredChoice:
     """Return a choice as another node would publish it."""
-    bare: dict[str, Any] = {"kernel_source": "", "kernel_file": "", "kernel_line": 0}
+    bare: dict[str, Any] = {"kernel_file": "", "kernel_line": 0}
     record: KeyRecord = replace(KeyRecord.of(key(number)), **bare)
     return StoredChoice(record, choice(number, block, generation, **changes))
 
@@ -91,13 +94,14 @@ def tuned(
     store.put_choice(choice(number, block))
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Any]:
-    """A PostgreSQL server with 40 connections; as few as make a herd of nodes queue for them."""
+@contextlib.contextmanager
+def running(connections: int) -> Iterator[Any]:
+    """A PostgreSQL server with this many connections."""
+    pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
     module = example("postgres_server")
     directory = Path(tempfile.mkdtemp(prefix="safetune-pg-"))
     try:
-        started = module.Server(directory, max_connections=40)
+        started = module.Server(directory, max_connections=connections)
         started.start()
     except module.NoServer as error:
         shutil.rmtree(directory, ignore_errors=True)
@@ -105,6 +109,13 @@ def server() -> Iterator[Any]:
     yield started
     started.stop()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """A PostgreSQL server with 40 connections; as few as make a herd of nodes queue for them."""
+    with running(40) as started:
+        yield started
 
 
 @pytest.fixture
@@ -169,18 +180,8 @@ class Full:
 @pytest.fixture
 def full() -> Iterator[Full]:
     """A server that is full once the test says so."""
-    pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
-    module = example("postgres_server")
-    directory = Path(tempfile.mkdtemp(prefix="safetune-pg-"))
-    try:
-        started = module.Server(directory, max_connections=Full.CONNECTIONS)
-        started.start()
-    except module.NoServer as error:
-        shutil.rmtree(directory, ignore_errors=True)
-        pytest.skip(f"{error} (the extra `dev` has one)")
-    yield Full(started)
-    started.stop()
-    shutil.rmtree(directory, ignore_errors=True)
+    with running(Full.CONNECTIONS) as started:
+        yield Full(started)
 
 
 @pytest.fixture
@@ -189,6 +190,45 @@ def local(tmp_path: Path) -> Iterator[GuardedStore]:
     opened = GuardedStore.open(tmp_path / "node")
     yield opened
     opened.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets how long answers are waited for: as long as a busy machine needs, if not called."""
+
+    def set_to(seconds: float) -> None:
+        monkeypatch.setattr(layer, "ANSWER_S", seconds)
+        monkeypatch.setattr(puller, "FIRST_S", seconds)
+
+    set_to(AMPLE_S)
+    return set_to
+
+
+MakeLayer = Callable[..., SharedLayer]
+
+
+@pytest.fixture
+def layer_of(local: GuardedStore, clock: Clock) -> Iterator[MakeLayer]:
+    """Makes a process's view of a shared store, or of one at a URL; all stop at the end."""
+    made: list[SharedLayer] = []
+
+    def make(shared: str | SharedStore, node: GuardedStore = local, **options: Any) -> SharedLayer:
+        backend = open_shared(shared) if isinstance(shared, str) else shared
+        node.shared = SharedLayer(backend, node.connection, clock, **options)
+        made.append(node.shared)
+        return node.shared
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until something holds; fails after a minute."""
+    end = time.monotonic() + AMPLE_S
+    while not holds():
+        assert time.monotonic() < end
+        threading.Event().wait(0.01)
 
 
 class Proxy:
@@ -210,6 +250,9 @@ class Proxy:
     def stop_forwarding(self) -> None:
         """Take what comes, from old and new connections, and pass nothing on: a partition."""
         self._open.clear()
+
+    def forward_again(self) -> None:
+        self._open.set()
 
     def close(self) -> None:
         self._open.set()

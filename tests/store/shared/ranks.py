@@ -23,9 +23,9 @@ import triton.language as tl
 from triton.runtime import driver
 
 import safetune
+from safetune.both import backend
 from safetune.config import config_digest, config_record
-from safetune.isolation import backend
-from safetune.miss import retry
+from safetune.miss import failures
 from safetune.miss.resolve import Miss
 from safetune.settings import Settings
 from safetune.store.local.locks import try_lock
@@ -186,20 +186,20 @@ def rank_main(directory: Path, rank: int, world: int, answers: Any) -> None:
         untuned = [*map(launch_captured, CAPTURED)]
         launch_of_the_rank(rank)
         late = [launch(LATE)]
-        safetune.sync()
+        differing = safetune.sync()
         after = {n: launch(n) for n in numbers}
         inline += map(launch_inline, (inline_kernel, second_inline_kernel), own)
         agreed = [*map(launch_captured, CAPTURED)]
         late_lock.release()
-        retry.clock = lambda: time.monotonic() + 2 * retry.RETRY_S
+        failures.clock = lambda: time.monotonic() + 2 * failures.RETRY_S
         late += [launch(LATE), launch(LATE)]
         tuned = store.choice(request(LATE).key.digest).config["BLOCK"]
         safetune.sync()
         late += [launch(LATE)]
-    stored = {n: store.choice(request(n).key.digest).config["BLOCK"] for n in numbers}
+    stored = store.choice(request(100).key.digest).config["BLOCK"]
     warned = [str(each.message) for each in said]
     facts = {"before": before, "after": after, "stored": stored, "said": warned}
-    facts |= {"late": late, "tuned": tuned, "inline": inline}
+    facts |= {"late": late, "tuned": tuned, "inline": inline, "differing": differing}
     answers.send({**facts, "untuned": untuned, "agreed": agreed})
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

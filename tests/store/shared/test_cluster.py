@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -12,23 +13,24 @@ from typing import Any
 import pytest
 
 from safetune.config import config_digest, config_record
-from safetune.errors import Busy, NoMemory, NotExclusive, NoWorkingConfig, WorkerUnavailable
+from safetune.errors import Busy, StoreWarning
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.lookup import GuardedStore
 from safetune.store.records import ChoiceRecord, StoredChoice
 from safetune.store.shared.files import Directory
-from safetune.store.shared.layer import SharedLayer
-from safetune.store.shared.opening import open_shared
-from safetune.store.shared.protocol import NoLease
+from safetune.store.shared.postgres import Postgres
+from safetune.store.shared.protocol import NoLease, SharedStore, space_of
 from safetune.tuning import single_flight
 from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import Election, WaitBudget, elect, elect_cluster
 from safetune.tuning.tuner import tune
 
-from .conftest import AMPLE_S, Children, choice
+from .conftest import Children, MakeLayer, Proxy, choice, until
 
 OK = Outcome(Verdict.OK)
 NOW = WaitBudget(0.0)
+
+Node = Callable[..., GuardedStore]
 
 
 @pytest.fixture
@@ -44,13 +46,13 @@ def request_() -> TuningRequest:
 
 
 @pytest.fixture
-def node(database: str, tmp_path: Path) -> Iterator[Callable[[], GuardedStore]]:
+def node(database: str, tmp_path: Path, layer_of: MakeLayer) -> Iterator[Node]:
     """A function that makes another node's store."""
     made: list[GuardedStore] = []
 
-    def new() -> GuardedStore:
+    def new(shared: SharedStore | None = None) -> GuardedStore:
         store = GuardedStore.open(tmp_path / f"node{len(made)}")
-        store.shared = SharedLayer(open_shared(database), store.connection, budget_s=AMPLE_S)
+        layer_of(shared or database, store)
         made.append(store)
         return store
 
@@ -67,9 +69,6 @@ def best(request: TuningRequest, number: int) -> ChoiceRecord:
         config_digest=config_digest(config),
         config=config_record(config),
     )
-
-
-Node = Callable[[], GuardedStore]
 
 
 def test_one_node_tunes_and_the_others_take_its_choice(node: Node, request_: TuningRequest) -> None:
@@ -93,28 +92,6 @@ def test_a_node_that_publishes_second_launches_the_first_choice(
         other = Election(request_, second.shared)
         assert other.publish(best(request_, 2), OK) == best(request_, 2)
         assert election.publish(best(request_, 1), OK) == best(request_, 2)
-
-
-def test_a_key_of_another_shard_is_tuned_only_with_a_lease_that_excludes_it(
-    node: Node, request_: TuningRequest, tmp_path: Path
-) -> None:
-    stealing = WaitBudget(0.0, exclusive=True)
-    first, second = node(), node()
-    with elect_cluster(request_, first, stealing) as election:
-        assert election.lease is not None
-        with pytest.raises(Busy) as busy, elect_cluster(request_, second, stealing):
-            pass
-        assert not isinstance(busy.value, NotExclusive)
-    # The first has published nothing, so every node that begins with the key tunes it.
-    first.shared.flush()
-    with elect_cluster(request_, second, NOW) as election:
-        assert isinstance(election.lease, NoLease)
-    with pytest.raises(NotExclusive), elect_cluster(request_, second, stealing):
-        pass
-    alone = GuardedStore.open(tmp_path / "alone")
-    with pytest.raises(NotExclusive), elect_cluster(request_, alone, stealing):
-        pass
-    alone.close()
 
 
 def test_force_opens_the_generation_after_those_of_other_nodes(
@@ -167,61 +144,54 @@ sys.stdin.readline()
             pass
 
 
-def none_works(verdict: Verdict) -> NoWorkingConfig:
-    return NoWorkingConfig("add_kernel", "a key", [("BLOCK=64", Outcome(verdict))])
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt(),
-        WorkerUnavailable("no process"),
-        Busy("another process compiles"),
-        NoMemory("others have it"),
-        none_works(Verdict.NO_MEMORY),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_node_that_is_interrupted_lets_one_other_take_over(
-    node: Node, request_: TuningRequest, error: BaseException
-) -> None:
-    """Whatever says something of this node alone: the others need not tune all at once."""
-    first, second, third = node(), node(), node()
-    with pytest.raises(type(error)), elect_cluster(request_, first, NOW):
-        raise error
-    first.shared.flush()
-    with (
-        elect_cluster(request_, second, NOW),
-        pytest.raises(Busy),
-        elect_cluster(request_, third, NOW),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("how", ["timed beside the program", "failed", "none works"])
-def test_all_nodes_tune_at_once_where_nothing_was_published(
+@pytest.mark.parametrize("how", ["interrupted", "timed beside the program", "failed"])
+def test_another_node_takes_over_where_nothing_was_published(
     node: Node, request_: TuningRequest, how: str
 ) -> None:
-    """One after the other, 64 nodes would wait for 63 tunings that give them nothing."""
     first, second, third = node(), node(), node()
-    try:
-        with elect_cluster(request_, first, NOW) as election:
-            if how == "failed":
-                raise ValueError
-            if how == "none works":
-                raise none_works(Verdict.COMPILE_ERROR)
-            contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
-            assert election.publish(best(request_, 1), contended) == best(request_, 1)
-    except (ValueError, NoWorkingConfig):
-        pass
+    with (
+        contextlib.suppress(KeyboardInterrupt, ValueError),
+        elect_cluster(request_, first, NOW) as election,
+    ):
+        if how != "timed beside the program":
+            raise KeyboardInterrupt if how == "interrupted" else ValueError
+        contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
+        assert election.publish(best(request_, 1), contended) == best(request_, 1)
     first.shared.flush()
     with (
         elect_cluster(request_, second, NOW) as election,
-        elect_cluster(request_, third, NOW) as other,
+        pytest.raises(Busy),
+        elect_cluster(request_, third, NOW),
     ):
-        assert isinstance(election.lease, NoLease)
-        assert isinstance(other.lease, NoLease)
-        assert election.choice is other.choice is None
+        assert election.choice is None
+
+
+def test_a_node_that_is_cut_off_while_it_tunes_is_followed_by_another(
+    node: Node,
+    request_: TuningRequest,
+    database: str,
+    server: Any,
+    proxy: Proxy,
+    patience: Callable[[float], None],
+) -> None:
+    """It keeps its own choice for now, and has the other's once it is back."""
+    url = database.replace(str(server.port), str(proxy.port)) + "&connect_timeout=1"
+    cut, other = node(Postgres(url, lease_s=1.0)), node()
+    with elect_cluster(request_, cut, NOW) as election:
+        assert election.lease is not None
+        proxy.stop_forwarding()
+        with elect_cluster(request_, other, WaitBudget(60.0)) as following:
+            assert following.choice is None
+            assert following.publish(best(request_, 1), OK) == best(request_, 1)
+        patience(0.5)
+        with pytest.warns(StoreWarning, match="continuing without it"):
+            kept = election.keep(best(request_, 2), cut, OK)
+        assert kept == best(request_, 2)
+    proxy.forward_again()
+    patience(60.0)
+    space = space_of(request_.key)
+    cut.shared._away_until = 0.0
+    until(lambda: cut.shared.pull(space) or cut.choice(request_.key.digest) == best(request_, 1))
 
 
 def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
@@ -242,7 +212,7 @@ def test_a_lease_is_renewed_while_its_holder_tunes() -> None:
 
 
 def test_a_choice_is_published_before_another_process_of_the_node_sees_it(
-    request_: TuningRequest, tmp_path: Path
+    request_: TuningRequest, tmp_path: Path, layer_of: MakeLayer
 ) -> None:
     """That one would launch it, though the choice of a faster node is the first published."""
     other, seen = best(request_, 2), []
@@ -256,7 +226,7 @@ def test_a_choice_is_published_before_another_process_of_the_node_sees_it(
 
     store, sibling = (GuardedStore.open(tmp_path / "node") for _ in range(2))
     late = Late(tmp_path / "shared")
-    store.shared = SharedLayer(late, store.connection, budget_s=AMPLE_S)
+    layer_of(late, store)
     assert tune(request_, store).stored == other
     assert seen == [None]
     assert sibling.choice(request_.key.digest) == other

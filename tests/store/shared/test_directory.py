@@ -134,7 +134,7 @@ def test_an_unmounted_share_is_not_made_on_the_local_disk(tmp_path: Path) -> Non
         Directory(share).publish(SPACE, [stored()])
     assert list(tmp_path.iterdir()) == []
     share.parent.mkdir()  # the mount point
-    empty = f"mount is empty, as where nothing is mounted: create {share} first"
+    empty = f"mount is empty, perhaps not mounted: create {share} first"
     with pytest.raises(StoreError, match=f"cannot read .*{empty}"):
         Directory(share).names(SPACE)
     with pytest.raises(StoreError, match=f"cannot write to .*{empty}"):

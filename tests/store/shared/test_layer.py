@@ -1,15 +1,13 @@
-"""A shared store that is broken in every way costs a warning and two seconds, once a minute."""
+"""A shared store that is broken in every way costs one warning and a bounded wait."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import socket
 import sqlite3
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,20 +17,29 @@ from typing import Any
 import pytest
 
 from safetune.store.lookup import GuardedStore, Lookup
-from safetune.store.shared import once_per_node
-from safetune.store.shared.io_thread import IOThread, TimedOut
-from safetune.store.shared.layer import BUDGET_S, RETRY_S, SharedLayer
-from safetune.store.shared.once_per_node import Turn
+from safetune.store.shared.layer import RETRY_S, SharedLayer
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import NoLease, SharedStore
 
-from .conftest import AMPLE_S, LIST, ROOT, SPACE, Children, Clock, Proxy, choice, key, stored, tuned
+from .conftest import (
+    LIST,
+    ROOT,
+    SPACE,
+    Children,
+    Clock,
+    MakeLayer,
+    Proxy,
+    choice,
+    key,
+    stored,
+    tuned,
+    until,
+)
 
+Patience = Callable[[float], None]
 
-def wait_until_on(layer: SharedLayer) -> None:
-    """Wait until the layer's thread has done its tasks, the one that timed out too."""
-    IOThread.call(layer._thread, lambda: None, timeout_s=30.0)
-    assert layer.is_on
+#: Short for a store that never answers, so that the tests do not take long.
+IMPATIENT_S = 0.3
 
 
 @contextlib.contextmanager
@@ -47,50 +54,6 @@ def ends(within_s: int) -> Iterator[None]:
     os._exit(0)
 
 
-class Waits(IOThread):
-    """The thread of a layer, which notes how long callers would have waited for it."""
-
-    def __init__(self, budget_s: float = BUDGET_S) -> None:
-        super().__init__("safetune-shared")
-        self._budget_s = budget_s
-        self.timeouts_s: list[float] = []
-        self._asked_at: list[float] = []
-        self._in_vain: list[bool] = []
-
-    def call(self, work: Callable[[], Any], timeout_s: float) -> Any:
-        self.timeouts_s.append(timeout_s)
-        self._asked_at.append(time.monotonic())
-        self._in_vain.append(False)
-        try:
-            return super().call(work, timeout_s)
-        except TimedOut:
-            self._in_vain[-1] = True
-            raise
-
-    def check(self) -> None:
-        """Fail unless all waits together are one budget: each has what the earlier ones left."""
-        assert not any(self._in_vain[:-1]), "asked again though it did not answer in time"
-        assert self.timeouts_s[0] <= self._budget_s
-        asked = zip(self._asked_at, self.timeouts_s, strict=True)
-        for (then, earlier_s), (now, later_s) in itertools.pairwise(asked):
-            came_back_s = (now - then) * self._budget_s / RETRY_S
-            assert later_s <= earlier_s + came_back_s + 1e-3, self.timeouts_s
-
-
-MakeLayer = Callable[..., SharedLayer]
-
-
-@pytest.fixture
-def layer_of(local: GuardedStore, clock: Clock) -> MakeLayer:
-    def make(url: str, budget_s: float = AMPLE_S) -> SharedLayer:
-        thread = Waits(budget_s)
-        return SharedLayer(
-            open_shared(url), local.connection, clock, budget_s=budget_s, thread=thread
-        )
-
-    return make
-
-
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     """A socket that accepts connections and sends nothing."""
@@ -103,10 +66,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def everything(layer: SharedLayer) -> list[str]:
-    """Do all that a run does, three times, and return what was said.
-
-    Fails where a caller would wait for longer than the budget.
-    """
+    """Do all that a run does, three times, and return what was said."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for number in range(3):
@@ -115,13 +75,11 @@ def everything(layer: SharedLayer) -> list[str]:
             assert isinstance(claim.lease, NoLease)
             assert claim.stored is None
             assert layer.publish(SPACE, stored(number)) == stored(number)
-            layer.release(claim.lease, published=True)
-    assert isinstance(layer._thread, Waits)
-    layer._thread.check()
+            layer.release(claim.lease)
     return [str(each.message) for each in said]
 
 
-def answering(listener: socket.socket, answer: bytes) -> threading.Thread:
+def answering(listener: socket.socket, answer: bytes) -> None:
     """Have every connection answered with this, and kept open."""
     held = []
 
@@ -135,9 +93,25 @@ def answering(listener: socket.socket, answer: bytes) -> threading.Thread:
             for each in held:
                 each.close()
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=serve, daemon=True).start()
+
+
+class Dead:
+    """A store that answers when it is back."""
+
+    def __init__(self, store: SharedStore, back: threading.Event) -> None:
+        self._store, self._back = store, back
+        self.location, self.identity = store.location, store.identity
+        self.asked = 0
+
+    def again(self) -> Dead:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("close", "is_connected"):
+            self.asked += 1
+            self._back.wait()
+        return getattr(self._store, name)
 
 
 class TestBroken:
@@ -145,67 +119,57 @@ class TestBroken:
         with socket.socket() as silent:  # it keeps its port, and does not listen
             silent.bind(("127.0.0.1", 0))
             (told,) = everything(layer_of(url_of(silent)))
-        assert "Connection refused" in told
+        assert "nothing listens there" in told
         assert "continuing without it" in told
 
-    def test_a_server_that_never_answers_costs_the_budget_once(
-        self, layer_of: MakeLayer, listener: socket.socket
+    def test_a_server_that_never_answers_costs_one_wait(
+        self, layer_of: MakeLayer, listener: socket.socket, patience: Patience
     ) -> None:
         """The connection is made, and the server never answers: libpq would wait for ever."""
-        layer = layer_of(url_of(listener) + "&connect_timeout=600", BUDGET_S)
+        patience(IMPATIENT_S)
+        layer = layer_of(url_of(listener) + "&connect_timeout=600")
         (told,) = everything(layer)
-        assert isinstance(layer._thread, Waits)
-        assert layer._thread.timeouts_s == [BUDGET_S], "the first question is given all of it"
         assert "does not answer in time" in told
+        assert not layer.is_on
 
-    def test_an_address_without_a_route_costs_one_warning(self, layer_of: MakeLayer) -> None:
+    def test_an_address_without_a_route_costs_one_warning(
+        self, layer_of: MakeLayer, patience: Patience
+    ) -> None:
         """An address for documentation: packets to it get lost, or are refused."""
-        url = "postgresql://192.0.2.1/db?connect_timeout=600"
-        told = everything(layer_of(url, BUDGET_S))
-        assert len(told) == 1
+        patience(IMPATIENT_S)
+        assert len(everything(layer_of("postgresql://192.0.2.1/db?connect_timeout=600"))) == 1
 
     @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 64, b"E\xff"])
     def test_a_server_that_is_not_postgresql_costs_one_warning(
         self, layer_of: MakeLayer, listener: socket.socket, answer: bytes
     ) -> None:
         answering(listener, answer)
-        told = everything(layer_of(url_of(listener)))
-        assert len(told) == 1
+        assert len(everything(layer_of(url_of(listener)))) == 1
 
-    def test_a_file_system_that_connects_when_it_is_made_does_so_on_the_thread(
+    def test_a_file_system_that_connects_when_it_is_made_does_so_on_a_thread(
         self, layer_of: MakeLayer
     ) -> None:
         """Some ask the network for credentials: not on the thread that launches."""
         pytest.importorskip("fsspec")
-        told = everything(layer_of("ftp://127.0.0.1:1/folder"))
-        assert len(told) == 1
-        assert "ftp://127.0.0.1:1/folder" in told[0]
+        (told,) = everything(layer_of("ftp://127.0.0.1:1/folder"))
+        assert "ftp://127.0.0.1:1/folder" in told
 
-    def test_a_dead_mount_costs_the_budget_once_and_is_used_when_it_is_back(
-        self, local: GuardedStore, clock: Clock, tmp_path: Path
+    def test_a_dead_mount_costs_one_wait_and_is_used_when_it_is_back(
+        self, layer_of: MakeLayer, clock: Clock, tmp_path: Path, patience: Patience
     ) -> None:
         """A call that never returns, as on a hard NFS mount."""
+        patience(IMPATIENT_S)
         back = threading.Event()
-        shared = Dead(open_shared(f"file://{tmp_path}/shared"), back)
-        layer = SharedLayer(shared, local.connection, clock, thread=Waits())
+        dead = Dead(open_shared(f"file://{tmp_path}/shared"), back)
+        layer = layer_of(dead)
         (told,) = everything(layer)
         assert "does not answer in time" in told
-
-        clock.leapt_s += 2 * RETRY_S
-        assert not layer.is_on, "its thread is still there, and a second one would be lost, too"
+        clock.leapt_s += RETRY_S
+        assert everything(layer) == []
+        assert dead.asked == 1, "a second question would be lost, too"
         back.set()
-        wait_until_on(layer)
-
-    def test_a_slow_store_costs_no_more_than_the_budget(
-        self, local: GuardedStore, clock: Clock, tmp_path: Path
-    ) -> None:
-        """Each answer comes in time, and all of them together would not."""
-        waits = Waits()
-        slow = Slow(open_shared(f"file://{tmp_path}"))
-        layer = SharedLayer(slow, local.connection, clock, thread=waits)
-        told = everything(layer)
-        assert len(told) == 1
-        assert waits.timeouts_s[-1] <= BUDGET_S - 0.6, "a slow answer is paid for"
+        until(lambda: layer.is_complete(SPACE) and layer.is_on)
+        assert layer.publish(SPACE, stored(5)) == stored(5)
 
     def test_rows_that_are_not_records_are_a_miss(
         self, database: str, layer_of: MakeLayer, local: GuardedStore
@@ -224,99 +188,80 @@ class TestBroken:
         assert [local.choice(key(number).digest) for number in range(3)] == [None] * 3
         assert local.choice(key(3).digest) == choice(3)
 
+    def test_a_store_that_comes_back_is_used_again(
+        self,
+        database: str,
+        server: Any,
+        layer_of: MakeLayer,
+        clock: Clock,
+        proxy: Proxy,
+        patience: Patience,
+    ) -> None:
+        """And what was chosen meanwhile is published."""
+        patience(IMPATIENT_S)
+        proxy.stop_forwarding()
+        layer = layer_of(database.replace(str(server.port), str(proxy.port)))
+        assert len(everything(layer)) == 1
+        assert open_shared(database).names(SPACE) == set()
 
-class Dead:
-    """A store that answers when it is back."""
+        proxy.forward_again()
+        patience(60.0)
+        clock.leapt_s += RETRY_S / 2
+        assert not layer.is_on
+        clock.leapt_s += RETRY_S
+        assert layer.publish(SPACE, stored(7)) == stored(7)
+        assert open_shared(database).get(SPACE, key(7).digest, LIST) == stored(7)
 
-    def __init__(self, store: SharedStore, back: threading.Event) -> None:
-        self._store = store
-        self._back = back
-        self.location, self.identity = store.location, store.identity
+    def test_a_store_that_may_only_be_read_is_read_on(
+        self, database: str, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """Reading continues; one warning for all that is not written."""
+        open_shared(database).publish(SPACE, [stored(5)])
+        layer = layer_of(database + "&options=-c%20default_transaction_read_only%3Don")
+        (told,) = everything(layer)
+        assert "the server only reads" in told
+        assert "not shared for now" in told
+        assert local.choice(key(5).digest) == choice(5)
+        assert layer.is_on
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("close", "is_connected"):
-            self._back.wait()
-        return getattr(self._store, name)
+    def test_a_server_whose_disk_is_full_is_read_on(
+        self, database: str, layer_of: MakeLayer, local: GuardedStore
+    ) -> None:
+        """It still answers: its choices are used, and one warning says that nothing is written."""
+        import psycopg
 
-
-class Slow:
-    """A store that takes its time."""
-
-    def __init__(self, store: SharedStore) -> None:
-        self._store = store
-        self.location, self.identity = store.location, store.identity
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-        if name not in ("close", "is_connected"):
-            threading.Event().wait(0.6)
-        return method
-
-
-def test_a_store_that_comes_back_is_used_again(
-    database: str, server: Any, layer_of: MakeLayer, clock: Clock, proxy: Proxy
-) -> None:
-    """And what was chosen meanwhile is published."""
-    url = database.replace(str(server.port), str(proxy.port))
-    proxy.stop_forwarding()
-    layer = layer_of(url, BUDGET_S)
-    assert len(everything(layer)) == 1
-    assert open_shared(database).names(SPACE) == set()
-
-    proxy._open.set()
-    clock.leapt_s += RETRY_S / 2
-    assert not layer.is_on
-    clock.leapt_s += RETRY_S
-    wait_until_on(layer)  # the thread is back once the old connection is
-    assert layer.publish(SPACE, stored(7)) == stored(7)
-    layer.flush()
-    assert open_shared(database).get(SPACE, key(7).digest, LIST) == stored(7)
-
-
-def test_a_store_that_may_only_be_read_is_read_on(
-    database: str, layer_of: MakeLayer, local: GuardedStore
-) -> None:
-    """Reading goes on; one warning for all that is not written."""
-    open_shared(database).publish(SPACE, [stored(5)])
-    layer = layer_of(database + "&options=-c%20default_transaction_read_only%3Don")
-    (told,) = everything(layer)
-    assert "read-only transaction" in told
-    assert "not shared for now" in told
-    assert local.choice(key(5).digest) == choice(5)
-    assert layer.is_on
-
-
-def test_a_server_whose_disk_is_full_is_read_on(
-    database: str, layer_of: MakeLayer, local: GuardedStore
-) -> None:
-    """It still answers: its choices are used, and one warning says that nothing is written."""
-    import psycopg
-
-    open_shared(database).publish(SPACE, [stored(5)])
-    with psycopg.connect(database, autocommit=True) as connection:
-        connection.execute(
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
-            "'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$"
-        )
-        for table in ("choice", "lease"):
+        open_shared(database).publish(SPACE, [stored(5)])
+        with psycopg.connect(database, autocommit=True) as connection:
             connection.execute(
-                f"CREATE TRIGGER refused BEFORE INSERT ON safetune.{table} "
-                "EXECUTE FUNCTION refuse()"
+                "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
+                "'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; "
+                "END $$"
             )
-    layer = layer_of(database)
-    (told,) = everything(layer)
-    assert "No space left on device" in told
-    assert "not shared for now" in told
-    assert local.choice(key(5).digest) == choice(5)
-    assert layer.is_on
+            for table in ("choice", "lease"):
+                connection.execute(
+                    f"CREATE TRIGGER refused BEFORE INSERT ON safetune.{table} "
+                    "EXECUTE FUNCTION refuse()"
+                )
+        layer = layer_of(database)
+        (told,) = everything(layer)
+        assert "the server has no disk space left" in told
+        assert "not shared for now" in told
+        assert local.choice(key(5).digest) == choice(5)
+        assert layer.is_on
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A directory that nodes share."""
+    (tmp_path / "shared").mkdir()
+    return f"file://{tmp_path}/shared"
 
 
 class TestExchange:
     def test_choices_of_others_replace_those_of_this_node(
-        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+        self, url: str, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
         """Also where this node had chosen otherwise: the first that was published wins."""
-        url = f"file://{tmp_path}/shared"
         open_shared(url).publish(SPACE, [stored(0, 64), stored(1, 64), stored(2, 64, 2)])
         tuned(local, 1, block=128)
         layer_of(url).refresh(SPACE)
@@ -326,10 +271,9 @@ class TestExchange:
         assert len(local.choices()) == 3
 
     def test_choices_that_were_measured_here_are_published(
-        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+        self, url: str, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
         """Such as those tuned while the store was down; not those whose times hold here only."""
-        url = f"file://{tmp_path}/shared"
         tuned(local, 0)
         tuned(local, 1, marks=("contended",))
         tuned(local, 2, marks=("regenerated: x",))
@@ -340,28 +284,45 @@ class TestExchange:
         assert {name.key for name in shared.names(SPACE)} == {key(0).digest, key(3).digest}
         assert shared.get(SPACE, key(0).digest, LIST) == stored(0)
 
-    def test_pulled_choices_are_found_in_memory_where_the_local_store_fails(
-        self, tmp_path: Path, database: str
+    def test_more_choices_than_one_batch_are_pulled_and_published(
+        self, url: str, layer_of: MakeLayer, local: GuardedStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What was pulled is in memory then, and is found."""
-        open_shared(database).publish(SPACE, [stored(0, 64), stored(0, 128, 2)])
-        store = GuardedStore.open(tmp_path / "node")
-        with store.connection.transaction() as writing:
-            writing.execute("DROP TABLE choice")
-            writing.execute("CREATE VIEW choice AS SELECT 1")
-        store.shared = SharedLayer(open_shared(database), store.connection, budget_s=AMPLE_S)
-        found = Lookup(store).find(key(), LIST)
-        assert found == choice(0, 128, 2)
-        store.close()
+        monkeypatch.setattr("safetune.store.shared.layer._BATCH", 2)
+        open_shared(url).publish(SPACE, [stored(number) for number in range(5)])
+        for number in range(5, 10):
+            tuned(local, number)
+        layer_of(url).refresh(SPACE)
+        assert len(local.choices()) == len(open_shared(url).names(SPACE)) == 10
+
+    @pytest.mark.parametrize("why", ["it is frozen", "its table is lost"])
+    def test_pulled_choices_are_in_memory_where_the_local_store_is_not_written(
+        self, url: str, local: GuardedStore, layer_of: MakeLayer, why: str
+    ) -> None:
+        """The pulled one replaces what this node has of the same generation, and no later one."""
+        open_shared(url).publish(SPACE, [stored(0, 64), stored(0, 128, 2), stored(1, 64)])
+        if why == "it is frozen":
+            local.put_choice(choice(1, 128))
+            tuned(local, 2, 16)
+            layer_of(url, writes=False)
+        else:
+            with local.connection.transaction() as writing:
+                writing.execute("DROP TABLE choice")
+                writing.execute("CREATE VIEW choice AS SELECT 1")
+            layer_of(url)
+        assert Lookup(local).find(key(0), LIST) == choice(0, 128, 2)
+        assert Lookup(local).find(key(1), LIST) == choice(1, 64)
+        if why == "it is frozen":
+            assert local.choice(key(1).digest) == choice(1, 128), "the database is as it was"
+            assert Lookup(local).find(key(2), LIST) == choice(2, 16)
+            assert key(2).digest not in {name.key for name in open_shared(url).names(SPACE)}
 
     def test_a_local_store_that_another_process_locks_costs_no_warning(
-        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
+        self, url: str, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
-        """A stored choice is found at once, and no warning calls the shared store slow."""
-        url = f"file://{tmp_path}/shared"
+        """What is pulled is in memory, and the next pull after the lock is gone writes it."""
         open_shared(url).publish(SPACE, [stored(1)])
         tuned(local, 0)
-        local.shared = layer_of(url)
+        layer = layer_of(url)
         other = sqlite3.connect(local.path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with warnings.catch_warnings(record=True) as said:
@@ -369,212 +330,100 @@ class TestExchange:
             found = [Lookup(local).find(key(number), LIST) for number in range(2)]
         assert found == [choice(0), choice(1)]
         assert not said
-        assert local.shared.is_on
+        assert layer.is_on
         other.close()
+        assert local.choice(key(1).digest) is None
+        layer.pull(SPACE)
+        assert local.choice(key(1).digest) == choice(1)
 
-    @pytest.mark.parametrize("then", ["another choice", "flush", "the end of a sweep"])
-    def test_what_is_in_memory_is_written_when_the_lock_is_gone(
-        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore, then: str
+    def test_the_source_of_a_kernel_is_neither_stored_nor_published(
+        self, url: str, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
     ) -> None:
-        """Else a sweep would end with keys that the node's other processes do not have."""
-        url = f"file://{tmp_path}/shared"
-        open_shared(url).publish(SPACE, [stored(0), stored(1)])
-        layer = layer_of(url)
-        other = sqlite3.connect(local.path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        assert layer.claim(SPACE, key(0).digest, LIST, force=False).stored == stored(0)
-        other.close()
-        assert local.choice(key(0).digest, LIST) is None
-        if then == "another choice":
-            layer.claim(SPACE, key(1).digest, LIST, force=False)
-        elif then == "flush":
-            layer.flush()
-        else:
-            layer.write_unkept()
-        assert local.choice(key(0).digest, LIST) == choice(0)
-
-    def test_what_is_written_is_not_kept_in_memory_for_another_one_that_is_not(
-        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
-    ) -> None:
-        url = f"file://{tmp_path}/shared"
-        open_shared(url).publish(SPACE, [stored(0), stored(1)])
-        layer = layer_of(url)
-        other = sqlite3.connect(local.path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        layer.claim(SPACE, key(0).digest, LIST, force=False)
-        other.execute("COMMIT")
-        refused = f"CREATE TRIGGER refuse BEFORE INSERT ON choice WHEN NEW.key = '{key(0).digest}' "
-        other.execute(f"{refused} BEGIN SELECT RAISE(ABORT, 'refused'); END")
-        other.close()
-        layer.claim(SPACE, key(1).digest, LIST, force=False)
-        assert local.choice(key(1).digest, LIST) == choice(1)
-        found = [layer.choice(SPACE, key(number).digest, LIST) for number in range(2)]
-        assert found == [choice(0), None]
-
-    def test_the_source_of_a_kernel_is_not_published(
-        self, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
-    ) -> None:
-        url = f"file://{tmp_path}/shared"
         tuned(local, 0)
         layer_of(url).refresh(SPACE)
-        ((record, _),) = local.trials_of("add_kernel")
-        assert record.kernel_source == "def add_kernel(): ..."
+        with local.connection.reading() as connection:
+            assert "def add_kernel" not in "".join(connection.iterdump())
         (path,) = (tmp_path / "shared").rglob("*.json")
         assert "def add_kernel" not in path.read_text()
 
 
-class TestOncePerNode:
-    def test_one_of_thirty_processes_of_a_node_connects(
-        self, database: str, server: Any, proxy: Proxy, tmp_path: Path
-    ) -> None:
-        """Threads with a connection and a layer each, as processes of one node would have."""
-        open_shared(database).publish(SPACE, [stored(number) for number in range(20)])
-        url = database.replace(str(server.port), str(proxy.port))
-        stores = [GuardedStore.open(tmp_path / "node") for _ in range(30)]
-        barrier = threading.Barrier(len(stores))
-        found: list[int] = []
-
-        def start(store: GuardedStore) -> None:
-            store.shared = SharedLayer(open_shared(url), store.connection, budget_s=AMPLE_S)
-            barrier.wait()
-            lookup = Lookup(store)
-            found.append(sum(lookup.find(key(n), LIST) is not None for n in range(20)))
-
-        threads = [threading.Thread(target=start, args=(store,)) for store in stores]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [20] * len(stores)
-        assert proxy.accepted == 1
-        for store in stores:
-            store.close()
-
-    def test_for_a_new_database_the_store_is_asked_again(self, tmp_path: Path) -> None:
-        database = tmp_path / "safetune.db"
-        database.write_text("old")
-        since = time.time() - 60
-        with once_per_node.turn(database, "x", "store", since, 1.0) as turn:
-            assert turn is Turn.MINE
-        with once_per_node.turn(database, "x", "store", since, 1.0) as turn:
-            assert turn is Turn.DONE
-        (tmp_path / "new").write_text("new")
-        (tmp_path / "new").rename(database)
-        with once_per_node.turn(database, "x", "store", since, 1.0) as turn:
-            assert turn is Turn.MINE
-
-    def test_a_process_that_failed_has_not_asked(self, tmp_path: Path) -> None:
-        database = tmp_path / "safetune.db"
-        database.write_text("")
-        with pytest.raises(OSError), once_per_node.turn(database, "x", "store", 0.0, 1.0):
-            raise OSError
-        with once_per_node.turn(database, "x", "store", 0.0, 1.0) as turn:
-            assert turn is Turn.MINE
-
-    def test_an_answer_from_the_future_does_not_count(self, tmp_path: Path) -> None:
-        """The clock was set back since."""
-        database = tmp_path / "safetune.db"
-        database.write_text("")
-        with once_per_node.turn(database, "x", "store", 0.0, 1.0):
-            pass
-        (answered,) = tmp_path.glob("safetune-shared-*")
-        os.utime(answered, (time.time() + 1e6, time.time() + 1e6))
-        with once_per_node.turn(database, "x", "store", 0.0, 1.0) as turn:
-            assert turn is Turn.MINE
-
-    def test_a_process_that_hangs_does_not_hold_up_the_others(self, tmp_path: Path) -> None:
-        database = tmp_path / "safetune.db"
-        database.write_text("")
-        with (
-            once_per_node.turn(database, "x", "store", 0.0, 1.0) as first,
-            once_per_node.turn(database, "x", "store", 0.0, 0.05) as second,
-        ):
-            assert (first, second) == (Turn.MINE, Turn.BUSY)
-
-
-def test_unsent_choices_are_published_when_the_process_ends(
+def test_a_lease_is_released_when_the_process_ends(
     database: str, server: Any, proxy: Proxy, children: Children, tmp_path: Path
 ) -> None:
     """And a server that does not answer does not hold up the end."""
     script = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from tests.store.shared.conftest import SPACE, stored
 from pathlib import Path
 from safetune.store.lookup import GuardedStore
-from safetune.store.shared.opening import open_shared
 from safetune.store.shared.layer import SharedLayer
-store = GuardedStore.open(Path(sys.argv[2]))
-layer = SharedLayer(open_shared(sys.argv[1]), store.connection)
-layer._thread.submit(lambda: layer._deliver(SPACE, [stored()]))
+from safetune.store.shared.opening import open_shared
+from tests.store.shared.conftest import LIST, SPACE
+layer = SharedLayer(open_shared(sys.argv[1]), GuardedStore.open(Path(sys.argv[2])).connection)
+claim = layer.claim(SPACE, "key", LIST, force=False)
+print(claim.lease, flush=True)
+sys.stdin.readline()
+layer.release(claim.lease)
 """
-    children.run(script, database, tmp_path / "a")
-    assert open_shared(database).get(SPACE, key().digest, LIST) == stored()
+    child = children.start(script, database, tmp_path / "a")
+    assert "PostgresLease" in child.stdout.readline()
+    assert open_shared(database).lease("key", "another node") is None
+    children.end(child, "\n")
+    assert open_shared(database).lease("key", "another node") is not None
 
-    proxy.stop_forwarding()
     url = database.replace(str(server.port), str(proxy.port))
-    children.run(script, url, tmp_path / "b")  # which ends; without a budget it never would
+    child = children.start(script.replace('"key"', '"another key"'), url, tmp_path / "b")
+    assert "PostgresLease" in child.stdout.readline()
+    proxy.stop_forwarding()
+    children.end(child, "\n")
 
 
-def test_a_forked_child_starts_a_thread_of_its_own(database: str, local: GuardedStore) -> None:
-    """The thread is not there in the child: a task for the parent's thread would never run."""
-    layer = SharedLayer(open_shared(database), local.connection, budget_s=AMPLE_S)
+def test_a_forked_child_starts_threads_of_its_own(
+    database: str, layer_of: MakeLayer, local: GuardedStore
+) -> None:
+    """The parent's are not there in the child: a task for them would never run."""
+    layer = layer_of(database)
+    layer.refresh(SPACE)
     assert layer.publish(SPACE, stored(0)) == stored(0)
     pid = os.fork()
     if pid == 0:
-        layer.publish(SPACE, stored(1))
-        os._exit(0 if layer.is_on else 1)
+        with ends(60):
+            assert layer.publish(SPACE, stored(1)) == stored(1)
+            open_shared(database).publish(SPACE, [stored(2)])
+            layer.pull(SPACE)
+            assert local.choice(key(2).digest) == choice(2)
+            assert layer.is_on
     assert os.waitpid(pid, 0)[1] == 0
-    assert {name.key for name in open_shared(database).names(SPACE)} == {
-        key(0).digest,
-        key(1).digest,
-    }
+    assert open_shared(database).get(SPACE, key(1).digest, LIST) == stored(1)
 
 
 def test_a_fork_during_a_query_leaves_both_sides_working(
-    database: str, local: GuardedStore
+    database: str, layer_of: MakeLayer
 ) -> None:
     """Regression: the child waited for the lock of its parent's connection, and closed that."""
     import psycopg
 
-    shared = open_shared(database)
-    shared.publish(SPACE, [stored(0)])
-    backend: Any = open_shared(database)
-    layer = SharedLayer(backend, local.connection, budget_s=AMPLE_S)
+    open_shared(database).publish(SPACE, [stored(0)])
+    layer = layer_of(database)
+    layer.refresh(SPACE)
     answers: list[Any] = []
 
-    def query() -> None:
-        with backend.writing() as connection:
-            answers.append(connection.execute("SELECT pg_advisory_lock(1)").fetchall())
-            answers.append(connection.execute("SELECT 1").fetchall())
+    def publish() -> None:
+        answers.append(layer.publish(SPACE, stored(1)))
 
-    with psycopg.connect(database, autocommit=True) as other:
-        other.execute("SELECT pg_advisory_lock(1)")
-        layer._thread.submit(lambda: layer._run(query))
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE safetune.choice IN ACCESS EXCLUSIVE MODE")
+        asking = threading.Thread(target=publish)
+        asking.start()
         while other.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is None:
             other.execute("SELECT pg_sleep(0.01)")
         pid = os.fork()
         if pid == 0:
-            with ends(20):
-                claim = layer.claim(SPACE, key(0).digest, LIST, force=False)
-                assert claim.stored == stored(0)
-                assert layer.is_on
+            with ends(60):
+                lease = layer.claim("a space", "a key", LIST, force=False).lease
+                assert lease is None or layer.is_on
+        other.commit()
         status = os.waitpid(pid, 0)[1]
-    layer._thread.call(lambda: None, 20)  # behind all other tasks
+    asking.join()
     assert status == 0
-    assert len(answers) == 2
-    assert answers[1] == [(1,)]
-
-
-def test_a_fork_while_a_thread_holds_the_lock_of_the_budget_goes_on(
-    tmp_path: Path, layer_of: MakeLayer
-) -> None:
-    """Regression: the lock that it held was held in the child for ever."""
-    layer = layer_of(f"file://{tmp_path}/shared")
-    with layer._budget._lock:
-        pid = os.fork()
-        if pid == 0:
-            with ends(20):
-                assert layer.publish(SPACE, stored(0)) == stored(0)
-                assert layer.is_on
-    assert os.waitpid(pid, 0)[1] == 0
+    assert answers == [stored(1)]

@@ -11,11 +11,10 @@ import pytest
 from safetune.keys import encoding
 from safetune.store.lookup import GuardedStore
 from safetune.store.shared.files import file_name
-from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import FORMAT, encode
 
-from .conftest import AMPLE_S, LIST, SPACE, choice, key, stored, tuned
+from .conftest import LIST, SPACE, MakeLayer, choice, key, stored, tuned
 
 
 def newer(number: int) -> str:
@@ -28,7 +27,11 @@ def newer(number: int) -> str:
 
 @pytest.mark.parametrize("kind", ["directory", "objects", "postgres"])
 def test_a_choice_of_a_newer_version_stays_and_is_not_used(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, local: GuardedStore
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    local: GuardedStore,
+    layer_of: MakeLayer,
 ) -> None:
     """Regression: such a record was replaced as if it were half of one."""
     text = newer(0)
@@ -48,11 +51,11 @@ def test_a_choice_of_a_newer_version_stays_and_is_not_used(
         backend.publish(SPACE, [stored(0), stored(1)])
         replace_record(url, kind, text)
 
-    layer = SharedLayer(backend, local.connection, budget_s=AMPLE_S)
+    layer = layer_of(backend)
     layer.refresh(SPACE)
     assert local.choice(key(1).digest) == choice(1)
     assert local.choice(key(0).digest) is None
-    assert layer.choice(SPACE, key(0).digest, LIST) is None
+    assert layer.choice(key(0).digest, LIST) is None
     assert layer.claim(SPACE, key(0).digest, LIST, force=False).stored is None
 
     assert layer.publish(SPACE, stored(0, 64)) == stored(0, 64)
@@ -62,13 +65,13 @@ def test_a_choice_of_a_newer_version_stays_and_is_not_used(
 
 
 def test_a_choice_with_a_mark_of_a_newer_version_is_not_published(
-    tmp_path: Path, local: GuardedStore
+    tmp_path: Path, local: GuardedStore, layer_of: MakeLayer
 ) -> None:
     """An older process of this node cannot know whether such a time holds elsewhere."""
     backend = open_shared(f"file://{tmp_path / 'shared'}")
     tuned(local, 0, marks=("cooled: 3 times",))
     tuned(local, 1, marks=("disputed: 2 of 3",))
-    SharedLayer(backend, local.connection, budget_s=AMPLE_S).refresh(SPACE)
+    layer_of(backend).refresh(SPACE)
     assert {name.key for name in backend.names(SPACE)} == {key(1).digest}
 
 

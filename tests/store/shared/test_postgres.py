@@ -26,12 +26,11 @@ from safetune.store.shared.opening import open_shared  # noqa: E402
 from safetune.store.shared.postgres import Postgres  # noqa: E402
 from safetune.store.shared.postgres_connect import connect  # noqa: E402
 from safetune.store.shared.protocol import (  # noqa: E402
-    NoLease,
     Unwritable,
     name_of,
 )
 
-from .conftest import AMPLE_S, LIST, SPACE, key, stored  # noqa: E402
+from .conftest import LIST, SPACE, key, stored  # noqa: E402
 
 ROLES = Path(__file__).parents[3] / "docs/examples/postgres_roles.sql"
 
@@ -81,7 +80,7 @@ def test_a_hundred_nodes_share_forty_connections(
 
     def ask(number: int) -> Any:
         with closing(GuardedStore.open(tmp_path / f"node{number}")) as store:
-            layer = SharedLayer(open_shared(database), store.connection, budget_s=AMPLE_S)
+            layer = SharedLayer(open_shared(database), store.connection)
             for _ in tries(math.inf, 0.01, 0.5):
                 claim = layer.claim(SPACE, key(number % 20).digest, LIST, force=False)
                 if not claim.later:
@@ -133,25 +132,6 @@ def test_no_connection_is_open_between_tasks(database: str, shared: Postgres) ->
     assert count == 0
 
 
-def test_a_fork_between_two_statements_leaves_both_sides_working(shared: Postgres) -> None:
-    """Regression: the child asked over its parent's connection, and then closed it."""
-    shared.publish(SPACE, [stored()])
-    with shared.writing() as connection:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                shared.close()
-                found = shared.get(SPACE, key().digest, LIST)
-                shared.close()
-                os._exit(0 if found == stored() else 1)
-            finally:
-                os._exit(2)
-        status = os.waitpid(pid, 0)[1]
-        assert connection is not None
-        assert connection.execute("SELECT 1").fetchone() == (1,)
-    assert status == 0
-
-
 class TestLeases:
     def test_one_node_has_it_until_it_is_released(self, shared: Postgres) -> None:
         lease = shared.lease("key", "node")
@@ -163,13 +143,10 @@ class TestLeases:
         assert shared.lease("key", "another node") is not None
 
     def test_a_node_gets_its_own_lease_again(self, shared: Postgres) -> None:
-        """Its process that had it has died; what that one still sends has no effect."""
-        first, second = shared.lease("key", "node"), shared.lease("key", "node")
-        assert first is not None
+        """Its process that had it has died."""
+        assert shared.lease("key", "node") is not None
+        second = shared.lease("key", "node")
         assert second is not None
-        assert not first.renew()
-        first.release()
-        first.release(published=False)
         assert shared.lease("key", "another node") is None
         assert second.renew()
 
@@ -188,20 +165,11 @@ class TestLeases:
         execute(database, "SELECT pg_sleep(0.1)")
         second = Postgres(database).lease("key", "another node")
         assert second is not None
-        assert (first.token, second.token) == (1, 2)
         assert not first.renew()
         first.release()
-        first.release(published=False)
         assert store.lease("key", "node") is None
         assert second.renew()
         store.close()
-
-    def test_every_node_gets_it_where_nothing_was_published(self, shared: Postgres) -> None:
-        lease = shared.lease("key", "node")
-        assert lease is not None
-        lease.release(published=False)
-        for node in ("node", "another node"):
-            assert isinstance(shared.lease("key", node), NoLease)
 
 
 class TestRoles:
@@ -223,9 +191,9 @@ class TestRoles:
                 reader.publish(SPACE, [stored()])
             assert writer.publish(SPACE, [stored()]) == [stored()]
             assert reader.get(SPACE, key().digest, LIST) == stored()
-            with pytest.raises(Unwritable, match="permission denied for table choice"):
+            with pytest.raises(Unwritable, match=r"denied \(InsufficientPrivilege 42501\)"):
                 reader.publish(SPACE, [stored(1)])
-            with pytest.raises(Unwritable, match="permission denied for table lease"):
+            with pytest.raises(Unwritable, match="permission denied"):
                 reader.lease("key", "node")
 
     def test_a_read_only_database_is_read(self, database: str, shared: Postgres) -> None:
@@ -234,20 +202,24 @@ class TestRoles:
         options = "&options=-c%20default_transaction_read_only%3Don"
         with closing(Postgres(database + options)) as standby:
             assert standby.get(SPACE, key().digest, LIST) == stored()
-            with pytest.raises(Unwritable, match="read-only transaction"):
+            with pytest.raises(Unwritable, match="the server only reads"):
                 standby.publish(SPACE, [stored(1)])
 
 
-def test_a_newer_schema_is_left_alone(database: str, shared: Postgres) -> None:
+@pytest.mark.parametrize("version", [1, 99])
+def test_tables_of_another_version_are_left_alone(
+    database: str, shared: Postgres, version: int
+) -> None:
     shared.publish(SPACE, [stored()])
-    execute(database, "UPDATE safetune.version SET version = 99")
+    execute(database, f"UPDATE safetune.version SET version = {version}")
     for use in (
         lambda store: store.names(SPACE),
         lambda store: store.publish(SPACE, [stored(1)]),
         lambda store: store.lease("key", "node"),
     ):
         store = Postgres(database)
-        with closing(store), pytest.raises(StoreError, match=r"newer safetune \(schema 99"):
+        told = f"its tables are of version {version} .* drop the schema safetune"
+        with closing(store), pytest.raises(StoreError, match=told):
             use(store)
     assert execute(database, "SELECT count(*) FROM safetune.choice") == [(1,)]
 
@@ -263,7 +235,7 @@ def test_connection_options_in_the_url_count(database: str) -> None:
     """TLS among others: this server has none, so a URL that insists on it must not connect."""
     insisting = database.replace("sslmode=disable", "sslmode=verify-full&connect_timeout=3")
     store = Postgres(insisting)
-    with closing(store), pytest.raises(StoreError, match=r"root certificate|SSL"):
+    with closing(store), pytest.raises(StoreError, match=r"certificate|SSL"):
         store.names(SPACE)
 
 
@@ -325,7 +297,9 @@ class TestConnecting:
                 while True:  # until the server has read the rules
                     psycopg.connect(server.url().replace("//postgres@", f"//{role}@")).close()
             url = f"postgresql://{role}:{{}}@127.0.0.1:{proxy.port}/postgres?sslmode=disable"
-            with pytest.raises(StoreError, match="password authentication failed"):
+            with pytest.raises(
+                StoreError, match=r"cannot read .*: the server refuses the password"
+            ):
                 Postgres(url.format("wrong")).names(SPACE)
             assert proxy.accepted == 1
             with closing(Postgres(url.format("right"))) as store:
@@ -336,7 +310,7 @@ class TestConnecting:
 
     def test_a_refusal_that_lasts_is_not_asked_for_again(self, proxy: Any) -> None:
         url = f"postgresql://nobody@127.0.0.1:{proxy.port}/postgres?sslmode=disable"
-        with pytest.raises(StoreError, match='role "nobody" does not exist'):
+        with pytest.raises(StoreError, match="unknown user"):
             Postgres(url).names(SPACE)
         assert proxy.accepted == 1
 

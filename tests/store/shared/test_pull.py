@@ -1,61 +1,60 @@
-"""A shared store with more choices than can be pulled while a run waits."""
+"""One process of a node pulls at a time; the others read what it has written."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import threading
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from safetune.errors import SafetuneWarning
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local import rows
 from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.packs import exchange
 from safetune.store.records import KeyRecord, StoredChoice, TrialRecord
-from safetune.store.shared import local_copy, once_per_node
+from safetune.store.shared import local_copy, puller
 from safetune.store.shared.layer import SharedLayer
-from safetune.store.shared.once_per_node import Turn
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import Name, SharedStore
 
 from .conftest import (
-    AMPLE_S,
     LIST,
     ROOT,
     SPACE,
     TOOLCHAIN,
     Children,
-    Clock,
+    MakeLayer,
+    Proxy,
     choice,
     key,
     stored,
     tuned,
+    until,
 )
 
 MANY = 1000
 LAST = MANY - 1
 
 
-class Large:
-    """A store that yields one record again and again, and the last one only when told to."""
+class Held:
+    """A store that answers, and whose pull does not end until the test lets it go on."""
 
-    def __init__(self, store: SharedStore, clock: Clock | None = None) -> None:
-        """Have the caller's half of `AMPLE_S` end by this clock once all others are pulled."""
+    is_connected = True
+
+    def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self._clock = clock or Clock()
         self.location, self.identity = store.location, store.identity
         self.go_on = threading.Event()
         self.asked: list[int] = []
+
+    def again(self) -> Held:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -64,9 +63,7 @@ class Large:
         self.asked.append(len(names))
         last = {name for name in names if name.key == key(LAST).digest}
         yield from self._store.pull(namespace, names - last)
-        self._clock.leapt_s += AMPLE_S / 2
-        while not self.go_on.is_set():
-            yield stored(0)
+        self.go_on.wait()
         yield from self._store.pull(namespace, last)
 
 
@@ -85,146 +82,180 @@ def url(published: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def large(url: str, clock: Clock) -> Iterator[Large]:
-    opened = Large(open_shared(url), clock)
+def held(url: str) -> Iterator[Held]:
+    opened = Held(open_shared(url))
     yield opened
     opened.go_on.set()
 
 
 def number_of_choices(store: GuardedStore) -> int:
-    with store.connection.reading() as sqlite:
-        return int(sqlite.execute("SELECT count(*) FROM choice").fetchone()[0])
+    return len(store.choices_of_lists())
 
 
-def wait_until_complete(layer: SharedLayer) -> None:
-    """Wait for one task of the layer's thread after the other: each slice of a pull is one."""
-    for _ in range(10_000):
-        if not layer._partial:
-            return
-        layer._thread.call(lambda: None, timeout_s=60.0)
-    pytest.fail("the pull does not end")
-
-
-def test_a_run_goes_on_while_the_thread_pulls_the_rest(
-    local: GuardedStore, large: Large, clock: Clock
+def test_a_run_goes_on_while_a_thread_pulls_the_rest(
+    local: GuardedStore, held: Held, layer_of: MakeLayer, patience: Callable[[float], None]
 ) -> None:
-    layer = local.shared = SharedLayer(large, local.connection, clock, budget_s=AMPLE_S)
-    lookup = Lookup(local)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        # No node has tuned it; to wait for the whole pull would be to wait for `go_on`.
-        assert lookup.find(key(MANY), LIST) is None
-        # What is not pulled yet is asked for by its key, and then it is here.
-        assert local.choice(key(LAST).digest) is None
-        assert lookup.find(key(LAST), LIST) == choice(LAST)
-        assert local.choice(key(LAST).digest) == choice(LAST)
-        assert layer.claim(SPACE, key(LAST).digest, LIST, force=False).stored == stored(LAST)
-        large.go_on.set()
-        wait_until_complete(layer)
-    assert said == []
-    assert layer.is_on
+    """The first miss waits once; who wants to tune a key asks for that one."""
+    patience(0.1)
+    layer, lookup = layer_of(held), Lookup(local)
+    assert lookup.find(key(LAST), LIST) is None
+    assert not lookup.is_pulled(key())
+    patience(60.0)
+    assert layer.claim(SPACE, key(LAST).digest, LIST, force=False).stored == stored(LAST)
+    assert lookup.find(key(LAST), LIST) == choice(LAST)
+    held.go_on.set()
+    until(lambda: lookup.is_pulled(key()))
     assert number_of_choices(local) == MANY
-    # The next process has it all, and need not ask.
-    after = Large(large._store)
-    SharedLayer(after, local.connection, budget_s=AMPLE_S).refresh(SPACE)
-    assert after.asked == []
+    after = Held(open_shared(held.location))
+    layer_of(after).pull(SPACE)
+    assert after.asked == [], "the next process has it all"
 
 
-def test_another_process_of_the_node_does_not_pull_as_well(
-    local: GuardedStore, large: Large, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+def test_what_got_a_fallback_before_the_first_pull_is_looked_up_after_it(
+    local: GuardedStore, held: Held, layer_of: MakeLayer, patience: Callable[[float], None]
 ) -> None:
-    """It waits for a part of its time, and then asks for its key."""
-    waits_s = []
+    patience(0.1)
+    layer_of(held, writes=False)
+    lookup, found = Lookup(local), []
 
-    def tries(wait_s: float, *pauses_s: float) -> Iterator[None]:
-        waits_s.append(wait_s)
-        yield  # once, instead of all that time
+    def look() -> None:
+        found.append(lookup.find(key(LAST), LIST))
 
-    monkeypatch.setattr(once_per_node, "tries", tries)
-    store = GuardedStore.open(tmp_path / "node")
-    again = Large(large._store)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SafetuneWarning)  # as where it does not answer in time
-        first = SharedLayer(large, local.connection, clock, budget_s=AMPLE_S)
-        first.refresh(SPACE)
-        store.shared = SharedLayer(again, store.connection, budget_s=AMPLE_S)
-        assert Lookup(store).find(key(LAST), LIST) == choice(LAST)
-    assert again.asked == [], "both pull"
-    assert waits_s[-1] == pytest.approx(AMPLE_S / 2, abs=1.0)
-    large.go_on.set()
-    wait_until_complete(first)
-    store.close()
+    look()
+    lookup.after_pull(key(), look)
+    assert found == [None]
+    held.go_on.set()
+    until(lambda: len(found) == 2)
+    assert found[1] == choice(LAST)
+    lookup.after_pull(key(), look)
+    assert found[2:] == [choice(LAST)], "at once where all is here"
 
 
-def test_the_next_process_pulls_what_a_killed_one_has_left(
-    url: str, tmp_path: Path, children: Children
+@pytest.fixture
+def set_pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Sets the shortest and the longest pause between two pulls, in seconds."""
+
+    def set_to(shortest_s: float, longest_s: float) -> None:
+        monkeypatch.setattr(puller, "PAUSES_S", (shortest_s, longest_s))
+
+    return set_to
+
+
+def test_one_of_thirty_processes_of_a_node_connects(
+    database: str,
+    server: Any,
+    proxy: Proxy,
+    tmp_path: Path,
+    layer_of: MakeLayer,
+    set_pauses: Callable[[float, float], None],
 ) -> None:
-    """And the next one pulls the rest."""
-    script = f"""
+    """Threads with a connection and a layer each, as processes of one node would have."""
+    set_pauses(600.0, 600.0)
+    open_shared(database).publish(SPACE, [stored(number) for number in range(20)])
+    url = database.replace(str(server.port), str(proxy.port))
+    stores = [GuardedStore.open(tmp_path / "node") for _ in range(30)]
+    barrier = threading.Barrier(len(stores))
+    found: list[int] = []
+
+    def start(store: GuardedStore) -> None:
+        layer_of(url, store)
+        barrier.wait()
+        lookup = Lookup(store)
+        found.append(sum(lookup.find(key(n), LIST) is not None for n in range(20)))
+
+    threads = [threading.Thread(target=start, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [20] * len(stores)
+    assert proxy.accepted == 1
+    for store in stores:
+        store.close()
+
+
+LEADER = f"""
 import sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.store.shared.test_pull import *
-class Hanging(Large):
+from safetune.store.lookup import GuardedStore
+from safetune.store.shared import layer, puller
+from safetune.store.shared.layer import SharedLayer
+from safetune.store.shared.opening import open_shared
+from tests.store.shared.conftest import SPACE
+from tests.store.shared.test_pull import Held
+puller.FIRST_S = 60.0
+class Hanging(Held):
     def pull(self, namespace, names):
         yield from list(self._store.pull(namespace, names))[:650]
         print(flush=True)
         threading.Event().wait()
 local = GuardedStore.open(Path(sys.argv[2]))
-SharedLayer(Hanging(open_shared(sys.argv[1])), local.connection).refresh(SPACE)
-threading.Event().wait()  # its thread may still be at it
+kind = Hanging if sys.argv[3:] == ["hangs"] else lambda store: store
+SharedLayer(kind(open_shared(sys.argv[1])), local.connection).refresh(SPACE)
+print(flush=True)
+sys.stdin.read()
 """
-    child = children.start(script, url, tmp_path / "node")
-    assert child.stdout is not None
-    assert child.stdout.readline() == "\n"
+
+
+def test_a_process_that_ends_is_followed_by_another(
+    url: str,
+    local: GuardedStore,
+    layer_of: MakeLayer,
+    children: Children,
+    set_pauses: Callable[[float, float], None],
+) -> None:
+    """Which had only read what that one wrote."""
+    child = children.start(LEADER, url, local.path.parent)
+    assert child.stdout.readline() == "\n", child.communicate()[1]
+    set_pauses(0.05, 60.0)
+    mine = Held(open_shared(url))
+    layer_of(mine)
+    assert Lookup(local).find(key(LAST), LIST) == choice(LAST)
+    open_shared(url).publish(SPACE, [stored(MANY)])
+    assert mine.asked == []
+    child.kill()
+    child.wait()
+    mine.go_on.set()
+    until(lambda: local.choice(key(MANY).digest, LIST))
+    assert mine.asked == [1]
+
+
+def test_the_next_process_pulls_what_a_killed_one_has_left(
+    url: str, local: GuardedStore, children: Children, layer_of: MakeLayer
+) -> None:
+    child = children.start(LEADER, url, local.path.parent, "hangs")
+    assert child.stdout.readline() == "\n", child.communicate()[1]
     child.send_signal(signal.SIGKILL)
     child.wait()
-    local = GuardedStore.open(tmp_path / "node")
     assert number_of_choices(local) == 600, "whole batches"
-    rest = Large(open_shared(url))
+    rest = Held(open_shared(url))
     rest.go_on.set()
-    layer = SharedLayer(rest, local.connection, budget_s=AMPLE_S)
-    layer.refresh(SPACE)
-    wait_until_complete(layer)
+    layer_of(rest).refresh(SPACE)
     assert rest.asked == [MANY - 600]
     assert number_of_choices(local) == MANY
-    local.close()
 
 
-def test_a_fork_does_not_keep_the_turn_of_a_parent_that_is_gone(
-    tmp_path: Path, children: Children
+def test_new_choices_are_pulled_every_few_seconds(
+    tmp_path: Path,
+    local: GuardedStore,
+    layer_of: MakeLayer,
+    set_pauses: Callable[[float, float], None],
 ) -> None:
-    """A worker that lives on would keep its node from ever pulling again."""
-    database = tmp_path / "safetune.db"
-    database.write_text("")
-    child = children.start(
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from safetune.store.shared import once_per_node\n"
-        "with once_per_node.turn(Path(sys.argv[1]), 'x', 'store', 0.0, 1.0):\n"
-        "    if os.fork() == 0:\n"
-        "        print(flush=True)\n"
-        "        sys.stdin.read()\n"
-        "        os._exit(0)\n"
-        "    signal.pause()\n",
-        database,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    child.stdout.readline()
-    with once_per_node.turn(database, "x", "store", 0.0, 0.0) as turn:
-        assert turn is Turn.BUSY
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    with once_per_node.turn(database, "x", "store", 0.0, 0.0) as turn:
-        assert turn is Turn.MINE
+    """And what this node has chosen meanwhile without the store is published."""
+    set_pauses(0.05, 0.05)
+    (tmp_path / "shared").mkdir()
+    shared = open_shared(f"file://{tmp_path}/shared")
+    layer_of(shared).refresh(SPACE)
+    shared.publish(SPACE, [stored(1)])
+    tuned(local, 2)
+    until(lambda: local.choice(key(1).digest) and shared.get(SPACE, key(2).digest, LIST))
 
 
-def node(directory: Path, shared: Path | str) -> tuple[Lookup, GuardedStore]:
-    """A process of a node: its database, and a shared store or another one."""
-    url = shared if isinstance(shared, str) else f"file://{shared}"
+def node(directory: Path, shared: Path) -> tuple[Lookup, GuardedStore]:
+    """A process of a node: its database, and a shared store."""
     opened = GuardedStore.open(directory)
-    opened.shared = SharedLayer(open_shared(url), opened.connection, budget_s=AMPLE_S)
+    opened.shared = SharedLayer(open_shared(f"file://{shared}"), opened.connection)
     return Lookup(opened), opened
 
 
@@ -287,7 +318,6 @@ def test_a_node_that_goes_back_to_a_shared_store_launches_its_record_again(tmp_p
 def test_what_was_cleared_comes_back_from_the_shared_store_at_once(
     tmp_path: Path, then: Callable[[Path], None]
 ) -> None:
-    """Also where this node has asked for all of it less than a minute ago."""
     shared = tmp_path / "shared"
     shared.mkdir()
     open_shared(f"file://{shared}").publish(SPACE, [stored(1, 64)])
@@ -302,17 +332,16 @@ def test_what_was_cleared_comes_back_from_the_shared_store_at_once(
 
 
 def test_a_record_is_read_once_also_where_this_node_has_published_it(
-    local: GuardedStore, url: str
+    local: GuardedStore, url: str, layer_of: MakeLayer
 ) -> None:
-    large = Large(open_shared(url))
-    large.go_on.set()
-    layer = local.shared = SharedLayer(large, local.connection, budget_s=AMPLE_S)
+    held = Held(open_shared(url))
+    held.go_on.set()
+    layer = layer_of(held)
     tuned(local, MANY, 128)
     layer.publish(SPACE, StoredChoice(KeyRecord.of(key(MANY)), choice(MANY, 128)))
     for _ in range(2):
-        layer.refresh(SPACE, since=time.time())
-        wait_until_complete(layer)
-    assert large.asked == [MANY], "not its own, and none twice"
+        layer.pull(SPACE)
+    assert held.asked == [MANY], "not its own, and none twice"
 
 
 def old_choices(local: GuardedStore, numbers: range) -> None:
@@ -323,55 +352,28 @@ def old_choices(local: GuardedStore, numbers: range) -> None:
         chosen = replace(choice(number), key=before.digest)
         facts = (before.digest, chosen.config_digest, chosen.config)
         with local.connection.transaction() as sqlite:
-            for table, row in rows.key_rows(KeyRecord.of(before)):
-                table.insert(sqlite, row, "IGNORE")
-            rows.TRIAL.insert(
-                sqlite, rows.trial_row(TrialRecord(*facts, 1, outcome, 1.0)), "IGNORE"
-            )
-            rows.CHOICE.insert(sqlite, rows.choice_row(chosen), "IGNORE")
+            rows.KEY.insert(sqlite, rows.KEY.seal(KeyRecord.of(before)), "IGNORE")
+            trial = TrialRecord(*facts, 1, outcome, 1.0)
+            rows.TRIAL.insert(sqlite, rows.TRIAL.seal(trial), "IGNORE")
+            rows.CHOICE.insert(sqlite, rows.CHOICE.seal(chosen), "IGNORE")
 
 
-def test_choices_of_other_toolchains_cost_no_query(local: GuardedStore, tmp_path: Path) -> None:
+def test_choices_of_other_toolchains_cost_no_query(
+    local: GuardedStore, tmp_path: Path, layer_of: MakeLayer
+) -> None:
     """Regression: each process paid 0.1 s per thousand of them, holding the database."""
     (tmp_path / "shared").mkdir()
-    shared = open_shared(f"file://{tmp_path}/shared")
-    layer = SharedLayer(shared, local.connection, budget_s=AMPLE_S)
+    layer = layer_of(f"file://{tmp_path}/shared")
     tuned(local, 7)
+    layer.refresh(SPACE)
     counts = []
     for last in (1, 21):
         old_choices(local, range(last))
         statements: list[str] = []
         with local.connection.reading() as sqlite:
             sqlite.set_trace_callback(statements.append)
-        layer.refresh(SPACE, since=time.time())
-        wait_until_complete(layer)
+        layer.pull(SPACE)
         with local.connection.reading() as sqlite:
             sqlite.set_trace_callback(None)
         counts.append(len(statements))
-        for path in (tmp_path / "shared").rglob("*.json"):
-            assert key(7).digest in path.name
-            path.unlink()
     assert counts[0] == counts[1] > 0
-
-
-def test_what_a_node_has_tuned_alone_is_published_in_batches(
-    local: GuardedStore, tmp_path: Path
-) -> None:
-    """Regression: the first refresh waited for all of it, and the store was taken for dead."""
-    (tmp_path / "shared").mkdir()
-    shared = open_shared(f"file://{tmp_path}/shared")
-    published: list[int] = []
-
-    class Counting(Large):
-        def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
-            found = list(records)
-            published.append(len(found))
-            return self._store.publish(namespace, found)
-
-    for number in range(5):
-        tuned(local, number)
-    layer = SharedLayer(Counting(shared), local.connection, batch=2, budget_s=AMPLE_S)
-    layer.refresh(SPACE)
-    wait_until_complete(layer)
-    assert sum(published) == len(shared.names(SPACE)) == 5
-    assert max(published) == 2

@@ -48,41 +48,35 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     def launched(when: str, n: int) -> list[int]:
         return [rank[when][str(n)] for rank in ranks]
 
+    for n in (100, 200, 300):
+        assert len({*launched("before", n)}) > 1
+        assert launched("after", n) == launched("before", n)[:1] * RANKS, "rank 0's"
     assert launched("before", 100) == [16, 32, 64, 128]
-    assert launched("after", 100) == [64] * RANKS, "of one generation, the first that was made"
-    assert launched("before", 200) == [16, 32, 64, 128]
-    assert launched("after", 200) == [128] * RANKS, "a later generation goes first"
-    assert launched("after", 300) == [64] * RANKS, "a choice goes before a fallback"
     one_fallback, all_fallbacks = zip(*(rank["untuned"] for rank in ranks), strict=True)
     assert one_fallback == (16, 32, 64, 128)
     assert all_fallbacks == (16, 32, 64, 128), "captured; the nearest key differs"
-    assert [rank["agreed"] for rank in ranks] == [[64, 16]] * RANKS, "not stored: rank 0's"
+    assert [rank["agreed"] for rank in ranks] == [[16, 16]] * RANKS, "not stored: rank 0's"
     own_fastest = [[16, 128, 16, 16], [32, 64, 16, 16], [64, 32, 16, 16], [128, 16, 16, 16]]
     assert [rank["inline"] for rank in ranks] == own_fastest, "both tuners of the kernel agree"
+    differing = {rank["differing"] for rank in ranks}
+    assert len(differing) == 1, "all ranks are told the same"
+    assert differing.pop() in (7, 8), (
+        "100 to 300, 700, two captured, inline; one may be timed apart"
+    )
     for number, rank in enumerate(ranks):
         own = str(400 + number)
         assert rank["after"][own] == rank["before"][own], "no other rank has this key"
-        assert rank["stored"] == rank["after"], "the next run begins with what was agreed on"
+        assert rank["stored"] == 16, "the next run begins with what was agreed on"
         nodes = [text for text in rank["said"] if "no SAFETUNE_SHARED" in text]
         assert nodes == [
             f"safetune [rank {number}]: 4 processes, 1 of them on this node, and no "
             "SAFETUNE_SHARED: each node tunes for itself, and they may launch different configs "
             "until safetune.sync()"
         ]
-    differing = [[text for text in rank["said"] if "different sources" in text] for rank in ranks]
-    assert differing == [
-        [
-            "safetune [rank 0]: ranks 0, 2 and ranks 1, 3 have different sources of "
-            "__main__.copy_kernel, so safetune.sync() cannot make them launch the same config. A "
-            "hook, a heuristic or the list of configs may depend on the rank."
-        ],
-        *([],) * (RANKS - 1),
-    ], "told once for the whole job"
     for rank in ranks:
         _, agreed, later, at_last = rank["late"]
         assert agreed == later == ranks[0]["late"][0], "each has a choice by now, and holds it back"
-        assert at_last == ranks[0]["late"][-1]
-    assert ranks[0]["late"][-1] in {rank["tuned"] for rank in ranks}
+        assert at_last == ranks[0]["tuned"]
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(children: Children, tmp_path: Path) -> None:
@@ -90,8 +84,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(children: Children, tmp_path: P
     output = children.run(script, tmp_path, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     assert printed(output) == [
         "timeout_s=0; it must be a number of seconds above 0",
-        "another rank did not call safetune.sync() within 0.5 s; this rank launches what it "
-        "launched before",
+        "another rank did not call safetune.sync() within 0.5 s; this rank keeps its configs",
         16,
         16,
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tally import DECLARED, NotHere, Tally, choice, fault, filled, judge, run, trial
 
-from safetune.store.local import db_files, opening, rows
+from safetune.store.local import db_files, opening
 from safetune.store.local.db_files import DATABASE_NAME
 from safetune.store.local.store import Store
 
@@ -83,10 +83,10 @@ def flipped_byte(place: Path, times: int) -> Tally:
     original = filled(place / "original")
     content = original.read_bytes()
     with sqlite3.connect(original) as connection:
-        ((checksum,),) = connection.execute("SELECT checksum FROM choice WHERE key = 'key-7'")
+        ((record,),) = connection.execute("SELECT record FROM choice WHERE key = 'key-7'")
     connection.close()
-    end = content.index(checksum.encode()) + len(checksum)
-    begin = content.rindex(b"key-7", 0, end) - 12
+    end = content.index(record.encode()) + len(record)
+    begin = end - len(record) - len("key-7declaredc7") - 30
     places = range(begin, end)
     for number in range(times):
         position = places[number * len(places) // times]
@@ -213,29 +213,15 @@ def _left_alone(place: Path, times: int, statement: str, reason: str) -> Tally:
     return tally
 
 
-@fault("older-schema", "an older safetune created it", "upgraded; every row is found", 1, 20)
-def older_schema(place: Path, times: int) -> Tally:
+@fault("older-format", "an earlier safetune created it", _MOVED, 1, 20)
+def older_format(place: Path, times: int) -> Tally:
     tally = Tally()
-    history, latest = opening.HISTORY, opening.VERSION
-    for number in range(times):
-        directory = place / str(number)
-        opening.HISTORY, opening.VERSION = history[:1], opening.OLDEST
-        try:
-            Store.open(directory).close()
-        finally:
-            opening.HISTORY, opening.VERSION = history, latest
-        connection = sqlite3.connect(directory / DATABASE_NAME)
-        for row in (rows.choice_row(choice(index)) for index in range(40)):
-            for column in rows.CHOICE.added:  # a later version's
-                del row[column]
-            values = ", ".join("?" * len(row))
-            columns = ", ".join(row)
-            connection.execute(f"INSERT INTO choice ({columns}) VALUES ({values})", [*row.values()])
-        connection.commit()
+    for path in _copies(place, times):
+        connection = sqlite3.connect(path)
+        connection.execute(f"PRAGMA user_version = {opening.VERSION - 1}")
         connection.close()
-        done = judge(tally, "the oldest version", directory)
-        tally.lost += 40 - len(done.found)
-        tally.expect(done.warnings == done.log == [], f"told {done.warnings} {done.log}")
+        done = judge(tally, "the format before", path.parent)
+        tally.expect(len(done.warnings) == 1 and not done.in_memory, f"told {done.warnings}")
     return tally
 
 
@@ -245,8 +231,8 @@ def missing_column(place: Path, times: int) -> Tally:
     statements = (
         "DROP TABLE trial",
         "DROP TABLE call",
-        "ALTER TABLE choice DROP COLUMN measured",
-        "ALTER TABLE key RENAME COLUMN call TO calls",
+        "ALTER TABLE choice DROP COLUMN record",
+        "ALTER TABLE key RENAME COLUMN record TO records",
     )
     for number, path in enumerate(_copies(place, times)):
         connection = sqlite3.connect(path)

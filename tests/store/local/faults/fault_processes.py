@@ -91,7 +91,7 @@ def damaged_at_once(place: Path, times: int) -> Tally:
         path = filled(place / str(number))
         path.write_bytes(os.urandom(9000))
         _together(tally, "opening", 32, functools.partial(_go_on, path.parent))
-        aside = [each for each in path.parent.iterdir() if ".corrupt-" in each.name]
+        aside = [each for each in path.parent.iterdir() if ".aside-" in each.name]
         tally.expect(len(aside) == 1, f"{len(aside)} were moved aside")
         tally.lost += 32 - len(run(path.parent, range(32)).found)
     return tally

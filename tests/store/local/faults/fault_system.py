@@ -65,9 +65,9 @@ with warnings.catch_warnings(record=True) as caught, heard() as log:
         put = store.put_choice(choice(number))
         if put != choice(number) or store.choice(f"key-{{number}}") != put:
             raise SystemExit(f"a choice of this run is not found: {{number}}")
-        if store._spare is None and store.path is not None:
+        if store.lost is None and store.path is not None:
             told.append(number)
-    memory = store.path is None or store._spare is not None
+    memory = store.path is None or store.lost is not None
 print(json.dumps([before, told, memory, [str(each.message) for each in caught], log.lines]))
 """
 
@@ -374,7 +374,7 @@ def reader_of_a_writer(place: Path, times: int) -> Tally:
         path = filled(place / str(number))
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        other.execute("UPDATE choice SET measured = 9")
+        other.execute("UPDATE choice SET record = ''")
         store = Store.open(path.parent)
         found = [store.choice(f"key-{index}") for index in range(40)]
         tally.tried += 1

@@ -105,7 +105,7 @@ def key(number: int = 0) -> KeyRecord:
     device = {"name": "H100", "capability": "90", "sm_count": 132, "shared_memory_bytes": 232448}
     chain = {"triton": "3.9.0", "backend": "ptxas", "target": "cuda:90:32", "environment": {}}
     called: dict[str, list[object]] = {"values": [], "dtypes": [], "options": []}
-    of_kernel = (f"key-{number}", "add", "kernel", "", "", 1)
+    of_kernel = (f"key-{number}", "add", "kernel", "", 1)
     return KeyRecord(*of_kernel, "device", device, chain, called)
 
 
@@ -173,7 +173,6 @@ def run(directory: Path, numbers: Iterable[int]) -> Run:
         opened.store.put_trial(trial(999))
         stored = opened.store.put_choice(choice(999))
         goes_on = stored == choice(999) == opened.find(call(999), DECLARED)
-        goes_on = goes_on and [t.config_digest for t in opened.store.trials("key-999")] == ["c999"]
         in_memory = opened.store.path is None
         opened.store.close()
     lookup._lookups.clear()

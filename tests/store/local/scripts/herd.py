@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.miss import retry
+from safetune.miss import failures
 
 SIZE = 100
 BLOCKS = (16, 32, 64, 128)
@@ -89,7 +89,7 @@ def work(heard: Heard, signals: list[int]) -> None:
     for number, signal in enumerate(signals):
         os.read(signal, 1)  # until the last writer is gone
         if number:
-            retry.clock = lambda: time.monotonic() + 2 * retry.RETRY_S
+            failures.clock = lambda: time.monotonic() + 2 * failures.RETRY_S
         os.write(1, (json.dumps(launch(heard)) + "\n").encode())
 
 

@@ -1,0 +1,58 @@
+"""A question to a process of its own: a broken device may keep that from ever ending."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+#: How long a process that is killed may take to end.
+_END_S = 1.0
+
+#: `-c` puts the working directory first in the search path: a folder there may have the name of a
+#: library. Nothing is imported before it is gone.
+_LEAVE = "import sys\nsys.path[:] = [*{first}, *filter(None, sys.path), {root!r}]\n"
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python program that finds safetune, and for which `sys` is imported.
+
+    It imports nothing from the working directory, unless `python -m` found this safetune there.
+    """
+    root = str(Path(__file__).parents[2])
+    first = sys.path[:1] if sys.path[:1] == [root] else []
+    return [sys.executable, "-c", _LEAVE.format(first=first, root=root) + code, *arguments]
+
+
+def ask(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, without input.
+
+    Raises `OSError` where it cannot be started, and `TimeoutError`, which is one, where it takes
+    longer. No more is waited for then: a signal does not end a process that waits in the kernel.
+    """
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            stdout, stderr = process.communicate(timeout=limit_s)
+        except BaseException as error:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TimeoutError(f"no answer within {limit_s:g} s") from error
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

@@ -1,0 +1,157 @@
+"""The caller's state that hooks may read besides bytes: attributes of tensors, settings of torch.
+
+Hooks run in a child, on tensors rebuilt from bytes, which lack this state. Only calls with hooks
+pay for it, and only a child with torch reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetune.errors import KernelNotTransferable
+from safetune.inputs import kernel_pickle
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What a tensor has besides its elements."""
+
+    requires_grad: bool
+    is_leaf: bool
+    kind: bytes  # its class, packed; empty for `torch.Tensor`
+    attributes: dict[str, Any] = field(default_factory=dict)  # of its own, that are plain data
+
+    def on(self, tensor: Any) -> Any:
+        """Return a tensor with the same elements and these facts, as far as that is possible."""
+        import torch
+
+        if self.requires_grad and not self.is_leaf:  # which a hook may change in place
+            leaf = torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
+            with torch.enable_grad():
+                result = leaf * 1
+            result.data, tensor = tensor, result
+        if self.kind:
+            with contextlib.suppress(Exception):  # a class may refuse in any way
+                kind = kernel_pickle.unpack(self.kind)
+                parameter = kind is torch.nn.Parameter
+                tensor = kind(tensor, False) if parameter else tensor.as_subclass(kind)
+        tensor.__dict__.update(self.attributes)
+        return tensor.requires_grad_() if self.requires_grad and self.is_leaf else tensor
+
+
+@dataclass(frozen=True)
+class CallerView:
+    """The facts of tensors by their number, and the settings of the calling thread."""
+
+    tensors: dict[int, TensorFacts]
+    grad: bool
+    dtype: Any
+    deterministic: tuple[bool, bool]
+    precision: tuple[bool, str]  # see `_precision`
+    autocast: dict[str, tuple[bool, Any]]  # by the kind of device
+
+    @classmethod
+    def now(cls, tensors: dict[int, TensorFacts], kinds: Iterable[str]) -> CallerView:
+        """Return the settings of this thread."""
+        import torch
+
+        return cls(
+            tensors,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            _deterministic(),
+            _precision(),
+            {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in kinds},
+        )
+
+    def set(self) -> None:
+        """Take these settings over."""
+        import torch
+
+        torch.set_grad_enabled(self.grad)
+        torch.set_default_dtype(self.dtype)
+        if (
+            self.deterministic != _deterministic()
+        ):  # setting it imports Inductor, which takes seconds
+            enabled, warn_only = self.deterministic
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        if self.precision != _precision():
+            is_new, precision = self.precision
+            if is_new:
+                torch.backends.cuda.matmul.fp32_precision = precision
+            else:
+                torch.set_float32_matmul_precision(precision)
+        for device, (enabled, dtype) in self.autocast.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Run the user's code under these settings; safetune's own runs under the child's."""
+        before = CallerView.now({}, self.autocast)
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
+
+
+def _deterministic() -> tuple[bool, bool]:
+    import torch
+
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _precision() -> tuple[bool, str]:
+    """Return the precision of float32 products, and whether it is that of torch's newer setting:
+    torch refuses to tell it by the older name once the program uses the newer one.
+    """
+    import torch
+
+    try:
+        return False, torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return True, torch.backends.cuda.matmul.fp32_precision
+
+
+def packed(tensors: Sequence[Any]) -> bytes:
+    """Return the view that the hooks of a call with these tensors have."""
+    if not tensors:
+        return b""
+    import torch
+
+    facts = {number: _facts_of(tensor) for number, tensor in enumerate(tensors)}
+    kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
+    kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+    return kernel_pickle.pack(CallerView.now(facts, kinds), "the settings of torch")
+
+
+def _facts_of(tensor: Any) -> TensorFacts:
+    import torch
+
+    kind = b""
+    if type(tensor) is not torch.Tensor:
+        with contextlib.suppress(KernelNotTransferable):
+            kind = kernel_pickle.pack(type(tensor), "a class", by_value=[type(tensor)])
+    try:
+        attributes = {name: v for name, v in vars(tensor).items() if _is_data(v)}
+    except Exception:  # `__dict__` may be code of a subclass
+        attributes = {}
+    return TensorFacts(tensor.requires_grad, tensor.is_leaf, kind, attributes)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is plain: other attributes of a parameter may hold a whole model."""
+    import torch
+
+    if type(value) in (tuple, list, set, frozenset, torch.Size):
+        return all(map(_is_data, value))
+    if type(value) is dict:
+        return all(map(_is_data, [*value, *value.values()]))
+    plain = (type(None), bool, int, float, str, bytes, torch.dtype)
+    return type(value) in plain or isinstance(value, enum.Enum)

@@ -1,0 +1,270 @@
+"""Keys that cannot be tuned, and calls with which no config works: what each launches, and when it
+is tuned again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from triton.runtime.autotuner import Config
+
+from safetune.config import config_text
+from safetune.errors import KernelNotTransferable, NoWorkingConfig, TuningWarning
+from safetune.inputs.call import leaves, may_be_address
+from safetune.launch.call_shape import LAUNCH_KEYWORDS, own_heuristics
+from safetune.launch.key_state import without_frames
+from safetune.messages import warn, warn_once
+from safetune.outcome import HARMLESS, Outcome, Verdict
+from safetune.settings import Settings
+
+if TYPE_CHECKING:
+    from safetune.launch.call_shape import Tuner
+    from safetune.launch.key_state import KeyState
+    from safetune.tuning.requests import TuningRequest
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+#: Seconds before a tuning that was not possible is tried again. Each failure doubles them, up to
+#: the second number.
+RETRY_S = 10.0
+MAX_RETRY_S = 600.0
+
+#: A clock that only goes forward, in seconds.
+clock = time.monotonic
+
+_syncs = 0
+
+
+@dataclass
+class Retry:
+    """When tuning is tried again after a failure that may pass, such as a lack of memory."""
+
+    index: int  # of the device in this process; -1 in the interpreter
+    needed_bytes: int = 0  # free device memory that another attempt needs at least, if known
+    delay_s: float = RETRY_S
+    #: Of the calls that cannot be handed to a child; calls of other kinds are tuned at once.
+    kinds: frozenset[Any] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._from_s = clock() + self.delay_s
+        self._syncs = _syncs
+
+    def holds(self, args: Any, kwargs: Any, settings: Settings, capture: int) -> bool:
+        """Whether a call launches the fallback; else it looks for a config."""
+        if self.kinds and kind_of(args, kwargs) not in self.kinds:
+            return False
+        return bool(capture) or not self.due(settings)
+
+    def due(self, settings: Settings) -> bool:
+        """Whether tuning should be tried again now."""
+        if clock() < self._from_s or (settings.world_size > 1 and self._syncs == _syncs):
+            return False
+        if self.needed_bytes and self.index >= 0:
+            from safetune.inputs import memory_budget  # imports torch
+
+            if memory_budget.device_free(self.index) < self.needed_bytes:
+                self._from_s = clock() + self.delay_s
+                return False
+        return True
+
+    def again(self, needed_bytes: int, kinds: frozenset[Any] = frozenset()) -> Retry:
+        """Return the retry after another failure."""
+        delay_s = self.delay_s if kinds - self.kinds else min(2 * self.delay_s, MAX_RETRY_S)
+        return Retry(self.index, needed_bytes, delay_s, self.kinds | kinds if kinds else kinds)
+
+
+def kind_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the property by which calls can or cannot be handed to a child: types, not values."""
+    passed = {name: value for name, value in kwargs.items() if name not in LAUNCH_KEYWORDS}
+    return tuple(map(_kind, leaves([*args, passed])))
+
+
+def _kind(value: Any) -> Any:
+    device = getattr(value, "device", None)
+    where = getattr(device, "type", None), str(getattr(value, "layout", None))
+    return type(value), where, may_be_address(value)
+
+
+def fall_back(
+    state: KeyState, request: TuningRequest, config: Config, error: Exception, kind: Any = None
+) -> Config:
+    """Launch `config`, as a tuning has failed, until the next attempt; warns at the first failure.
+
+    Where the call cannot be rebuilt in a child, only calls of its kind launch it. It is for good
+    where no call of the kernel can be, or where it waits for an answer that no child gets.
+
+    Args:
+        kind: that of the call, where the request has no arguments any more.
+    """
+    before, retry, outlook = state.retried, None, ""
+    kinds = frozenset[Any]()
+    if isinstance(error, KernelNotTransferable):
+        call = request.call
+        kinds = frozenset({kind or kind_of(call.args, call.kwargs)})
+        outlook = "; calls with other kinds of arguments are tried"
+    if not nobody_answers(request, error) and (not kinds or may_be_sent(request)):
+        needed_bytes = getattr(error, "needed_bytes", 0)
+        if isinstance(before, Retry):
+            state.retried = retry = before.again(needed_bytes, kinds)
+            return state.set_fallback(config, retry)
+        state.retried = retry = Retry(request.call.index, needed_bytes, kinds=kinds)
+        outlook = outlook or "; it is tried again later"
+    else:
+        outlook = ""
+    state.set_fallback(config, retry)
+    which = "its first config" if config is request.configs[0] else "its fallback"
+    warn(
+        f"{request.key.kernel.name} is not tuned for {request.key} and runs with {which} "
+        f"({config_text(config)}){outlook}: {error}",
+        TuningWarning,
+    )
+    return config
+
+
+def may_be_sent(request: TuningRequest) -> bool:
+    """Whether the kernel and its hooks can be handed to a child, whatever the arguments are.
+
+    Heuristics need not be: the caller computes their values.
+    """
+    from safetune.tuning.bench import pack_call  # most processes need none
+
+    kernel = own_heuristics(request.call.kernel)[0]
+    try:
+        pack_call(replace(request, call=replace(request.call, kernel=kernel, args=(), kwargs={})))
+    except KernelNotTransferable:
+        return False
+    return True
+
+
+def nobody_answers(request: TuningRequest, error: Exception) -> bool:
+    """Whether a kernel waits for somebody, by its text, and hangs with every config in a child."""
+    if not isinstance(error, NoWorkingConfig):
+        return False
+    verdicts = {outcome.verdict for _, outcome in error.outcomes}
+    if Verdict.TIMEOUT not in verdicts or not verdicts <= HARMLESS | {Verdict.TIMEOUT}:
+        return False
+    from safetune.keys.waiting import waits_on_memory
+
+    return waits_on_memory(request.call.kernel)
+
+
+def first_that_hung(request: TuningRequest, error: NoWorkingConfig) -> Config:
+    """Return the first config that a launch of a kernel that waits can use."""
+    hung = {text for text, outcome in error.outcomes if outcome.verdict is Verdict.TIMEOUT}
+    return next(config for config in request.configs if config_text(config) in hung)
+
+
+def count_sync() -> None:
+    """Allow fallbacks from before now to be tuned again in a world of several processes."""
+    global _syncs
+    _syncs += 1
+
+
+def first_config(request: TuningRequest, error: NoWorkingConfig) -> Config | None:
+    """Return the config to launch in the caller although no config works in a child; or None.
+
+    Triton's own exception comes out then, and a call works that fails in a child alone.
+    """
+    if nobody_answers(request, error):
+        return first_that_hung(request, error)
+    outcomes = [outcome for _, outcome in error.outcomes]
+    return request.configs[0] if all(map(_is_harmless, outcomes)) else None
+
+
+def _is_harmless(outcome: Outcome) -> bool:
+    lacks_memory = outcome.verdict is Verdict.COMPILE_ERROR and outcome.detail == "memory"
+    return outcome.verdict in HARMLESS and not lacks_memory
+
+
+def none_works(
+    state: KeyState, request: TuningRequest, error: NoWorkingConfig, must_raise: bool
+) -> Config:
+    """Raise the error of a call with which no config works, or launch what waits for somebody.
+
+    Args:
+        must_raise: where the caller is to know, whatever this process could launch.
+    """
+    if not must_raise and nobody_answers(request, error):
+        return fall_back(state, request, first_that_hung(request, error), error)
+    if not must_raise:
+        error.first = first_config(request, error)
+    if len(request.grids.failures) < len(request.configs):  # something was measured
+        before = hopeless_of(state, request)
+        state.hopeless = Hopeless(error, request.scopes.call, request.declared, before)
+    raise error
+
+
+@contextlib.contextmanager
+def first_for_all(tuner: Tuner, error: NoWorkingConfig) -> Iterator[None]:
+    """Launch the first config within, as none works in a child: what the children saw is a note of
+    what that raises, or one warning.
+    """
+    try:
+        yield
+    except Exception as raised:
+        add_note(raised, f"safetune: {error}")
+        raise
+    if tuner.first_time(str(error).partition("\n")[0]):
+        warn(
+            f"{tuner.base_fn.__name__} runs with its first config ({config_text(error.first)}), "
+            f"as this process can launch it: {error}",
+            TuningWarning,
+        )
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a text to Python's output of an exception; before Python 3.11, warn once."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        warn_once(text, TuningWarning)
+
+
+def hopeless_of(state: KeyState, request: TuningRequest) -> Hopeless | None:
+    """Return the calls for which no config of the present list works."""
+    hopeless: Hopeless | None = state.hopeless
+    return hopeless if hopeless is not None and hopeless.declared == request.declared else None
+
+
+class Hopeless:
+    """The calls of a key with which no config works: the last error, and when others are tried.
+
+    The first call that differs is tuned at once: the caller has corrected its mistake. Where that
+    has no working config either, the next one is tried after a while, and not at each step.
+    """
+
+    def __init__(
+        self, error: NoWorkingConfig, call: str, declared: str, before: Hopeless | None
+    ) -> None:
+        self.calls: set[str] = {call, *(before.calls if before else ())}
+        self.declared = declared  # the list of configs, as a digest
+        self._error = without_frames(error)
+        self._delay_s = 0.0
+        if before is not None and call not in before.calls:
+            self._delay_s = min(max(2 * before._delay_s, RETRY_S), MAX_RETRY_S)
+        elif before is not None:
+            self._delay_s = before._delay_s
+        self._others_s = clock() + self._delay_s
+        self._same_s = clock() + RETRY_S
+
+    def error_for(self, call: str) -> NoWorkingConfig | None:
+        """Return the error of a call that is not tried now; None for one that is.
+
+        What was seen of this call is asked of the store, which may have been cleared; where the
+        first config is launched all the same, that is not done at each step.
+        """
+        error = without_frames(self._error)
+        error.measured = 0
+        if call in self.calls:
+            return error if error.first is not None and clock() < self._same_s else None
+        left_s = self._others_s - clock()
+        if left_s <= 0:
+            return None
+        error.args = (f"{error}\nThat was with another call; this one is tried in {left_s:.0f} s",)
+        return error

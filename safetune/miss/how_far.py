@@ -1,0 +1,111 @@
+"""How far something is, as the parts of a line, and when it is said."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+from safetune.frozen import dataclass
+from safetune.outcome import duration
+
+#: Seconds before a launch shows its line where it can move; shorter tunings show nothing.
+DELAY_S = 2.0
+
+
+@dataclass(frozen=True)
+class HowFar:
+    """How far a tuning is, or a sweep of several: what a line says, in its order.
+
+    Attributes:
+        done, total: configs tried, and to be tried.
+        bad: the number of configs that failed.
+        best_ms: the best time so far; infinite before the first.
+        first_ms: the time of the first declared config; infinite where it has none.
+        left_s: the time that the rest may take; infinite where it is not known.
+    """
+
+    name: str = ""
+    done: int = 0
+    total: int = 0
+    bad: int = 0
+    best_ms: float = math.inf
+    first_ms: float = math.inf
+    seconds: float = 0.0
+    left_s: float = math.inf
+    key: str = ""
+    doing: str = ""
+
+    def __str__(self) -> str:
+        parts = (f"{self.name} {self.count}", self.failed, self.best, self.times, self.rest)
+        return ", ".join(filter(None, parts))
+
+    @property
+    def count(self) -> str:
+        """Configs done, and all."""
+        return f"{self.done}/{self.total}"
+
+    @property
+    def failed(self) -> str:
+        """The configs that failed, if any."""
+        return f"{self.bad} failed" if self.bad else ""
+
+    @property
+    def best(self) -> str:
+        """The best time, and how many times as fast as the first config it is."""
+        gain = f" ({self.first_ms / self.best_ms:.1f}x)" if self.first_ms < math.inf else ""
+        return f"best {duration(self.best_ms)}{gain}" if self.best_ms < math.inf else ""
+
+    @property
+    def times(self) -> str:
+        """The time that has passed, and the time that is left."""
+        passed = clock_time(self.seconds)
+        return f"{passed} < {clock_time(self.left_s)}" if self.left_s < math.inf else passed
+
+    @property
+    def rest(self) -> str:
+        """The key, and what the tuning does or waits for; that first until a config is done."""
+        parts = (self.key, self.doing) if self.done else (self.doing, self.key)
+        return ", ".join(filter(None, parts))
+
+
+def clock_time(seconds: float) -> str:
+    """Return `1:05`, or `1:00:05`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def seconds_left(seconds: float, done: int, total: int) -> float:
+    """Return how long the rest may take, if it goes on as until now; infinite before a begin."""
+    return seconds * (total - done) / done if done else math.inf
+
+
+@contextlib.contextmanager
+def repeated(
+    call: Callable[[], object],
+    first_s: float,
+    every_s: float,
+    ended: threading.Event | None = None,
+) -> Iterator[None]:
+    """Call a function in a thread after a while, and then every so often."""
+    ended = ended or threading.Event()
+
+    def run() -> None:
+        pause_s = first_s
+        while not ended.wait(pause_s):
+            call()
+            pause_s = every_s
+
+    thread = threading.Thread(target=run, name="safetune-progress", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the process cannot start another thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
