@@ -92,7 +92,7 @@ def recorded(store: Store, target: Sequence[str]) -> tuple[list[RecordedCall], l
         keys = store.keys()
         files = {key.digest: os.path.realpath(key.kernel_file) for key in keys}
         calls = [call for call in calls if _is_of(call, files.get(call.key, ""), named)]
-    left = [c for c in calls if is_left_by_name((c.name, c.place.replace(":", ".")), settings)]
+    left = [c for c in calls if is_left_by_name(c.name, c.place.replace(":", "."), settings)]
     _tell_left(left)
     if found := [call for call in calls if call not in left]:
         return found, named.kernels

@@ -24,20 +24,24 @@ def leave(names: Iterable[str]) -> None:
 
 
 def is_left(kernel: Any, settings: Settings) -> bool:
-    """Whether a kernel is left to Triton: a pattern fits its name, alone or after its module's."""
+    """Whether a kernel is left to Triton, as `is_left_by_name` says."""
     if not (installed or settings.leave):
         return False
     function = base_function(kernel)[1]
-    names = (function.__name__, f"{function.__module__}.{function.__qualname__}")
-    return is_left_by_name(names, settings)
+    return is_left_by_name(
+        function.__name__, f"{function.__module__}.{function.__qualname__}", settings
+    )
 
 
-def is_left_by_name(names: Iterable[str], settings: Settings) -> bool:
-    """Whether a pattern fits one of these names of a kernel."""
+def is_left_by_name(name: str, path: str, settings: Settings) -> bool:
+    """Whether a pattern fits a kernel's name or, where the pattern has a dot, its `module.kernel`.
+
+    So `add_*` leaves no kernel because of its module's name.
+    """
     if not (patterns := installed | settings.leave):
         return False
     _check_at_exit()
-    fitting = {pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
+    fitting = {p for p in patterns if fnmatchcase(path if "." in p else name, p)}
     _matched.update(fitting)
     return bool(fitting)
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from safetune.keys.left_kernels import is_left_by_name
+from safetune.settings import Settings
+
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
@@ -129,3 +132,12 @@ def test_a_name_that_fits_no_kernel_is_a_warning_at_exit(launched: Any) -> None:
 
     _, _, stderr = launched("import lib; lib.copy()", **OURS, SAFETUNE_LEAVE="lib.copy_kernel")
     assert "names no kernel" not in stderr
+
+
+def test_a_name_without_a_dot_is_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETUNE_LEAVE", "add_*, fla.*")
+    settings = Settings.current()
+
+    assert is_left_by_name("add_one", "ops.add_one", settings)
+    assert is_left_by_name("scale", "fla.ops.scale", settings)
+    assert not is_left_by_name("scale", "add_ops.scale", settings)
