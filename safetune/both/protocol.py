@@ -25,6 +25,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from safetune import forks
+from safetune.errors import from_signal_handler
 from safetune.frozen import dataclass
 from safetune.outcome import Binary, Effects, Group, Outcome, OutputReport, Verdict
 
@@ -349,6 +350,8 @@ def _attempt(call: Callable[[], Result]) -> Result | None:
     try:
         return call()
     except OSError as error:
+        if from_signal_handler(error):
+            raise
         if isinstance(error, BlockingIOError):
             return None
         raise Closed(str(error)) from error

@@ -29,6 +29,7 @@ from safetune.errors import (
     Busy,
     StoreError,
     StoreWarning,
+    from_signal_handler,
 )
 from safetune.messages import logger, warn_once
 from safetune.outcome import Outcome
@@ -274,6 +275,8 @@ def _try(
     except StoreError as error:
         logger.info("%s; tuning without waiting for other processes", error)
     except OSError as error:
+        if from_signal_handler(error):
+            raise
         warn_once(
             f"cannot lock keys beside {path} ({error.strerror or error}); processes do not wait "
             "for one another, and each may tune the same key",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import socket
 import threading
 from dataclasses import asdict
@@ -88,6 +89,40 @@ def test_an_end_between_frames_is_an_end(pipe):
     assert protocol.receive(theirs, 10)[0] == {}
     with pytest.raises(protocol.Closed):
         protocol.receive(theirs, 10)
+
+
+class Interrupted(socket.socket):
+    """A socket that gets a signal as soon as it has sent or read something."""
+
+    def sendmsg(self, *args: Any) -> int:
+        sent = super().sendmsg(*args)
+        signal.raise_signal(signal.SIGUSR1)
+        return sent
+
+    def recvmsg(self, *args: Any) -> Any:
+        got = super().recvmsg(*args)
+        signal.raise_signal(signal.SIGUSR1)
+        return got
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, BlockingIOError, OSError])
+def test_what_a_signal_handler_raises_is_no_end_of_the_pipe(pipe, kind):
+    """It may come in the short time between a system call and the wait for the next."""
+
+    def deadline(number, frame):
+        raise kind("the program's own")
+
+    before = signal.signal(signal.SIGUSR1, deadline)
+    try:
+        ours, theirs = pipe
+        with Interrupted(fileno=os.dup(theirs.fileno())) as interrupted:
+            with pytest.raises(kind, match="own"):
+                protocol.send(interrupted, {})
+            protocol.send(ours, {})
+            with pytest.raises(kind, match="own"):
+                protocol.receive(interrupted, 10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_stalled_frame_times_out(pipe):

@@ -5,6 +5,7 @@ python -m tests.cli.json_types > docs/output.schema.json
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -260,6 +261,9 @@ OUTPUTS: dict[str, Any] = {
 def schema() -> dict[str, Any]:
     """Return the JSON schema of all of them: each under its command, and their parts."""
     outputs, parts = msgspec.json.schema_components(OUTPUTS.values(), ref_template="#/$defs/{name}")
+    for part in parts.values():
+        if "description" in part:  # some versions of msgspec keep a docstring's indentation
+            part["description"] = inspect.cleandoc(part["description"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "properties": dict(zip(OUTPUTS, outputs, strict=True)),
