@@ -117,7 +117,7 @@ def test_what_a_signal_handler_raises_is_no_end_of_the_pipe(pipe, kind):
         ours, theirs = pipe
         with Interrupted(fileno=os.dup(theirs.fileno())) as interrupted:
             with pytest.raises(kind, match="own"):
-                protocol.send(interrupted, {})
+                protocol.send(interrupted, {}, timeout_s=10)
             protocol.send(ours, {})
             with pytest.raises(kind, match="own"):
                 protocol.receive(interrupted, 10)
