@@ -321,7 +321,7 @@ class Settings:
     budget: SearchBudget | None = None  # of kernels without one of their own
     failures: Path | None = None  # a list of configs that are not tried
     log_level: int | None = None  # None: the program's
-    measure: MeasurePolicy | None = None  # None: not given, and as EVENTS
+    measure: MeasurePolicy | None = None  # None: not given, and as GRAPH
 
     def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
         """Return the policy of a tuner that has `on_miss` for a key without a choice."""

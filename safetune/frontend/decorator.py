@@ -58,9 +58,9 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             caller's tensors are then not copied.
         on_miss: for a key without a choice: launch the `fallback` and never tune, `warn` and
             follow the mode, or raise an `error`. None, the default: see SAFETUNE_ON_MISS.
-        measure: how the final of kernels below 50 us is timed: between `events`, in replays of a
-            CUDA `graph`, or `hot`, in a graph on the same arguments. It identifies the choice.
-            None, the default: see SAFETUNE_MEASURE.
+        measure: how the final of kernels below 50 us is timed: in replays of a CUDA `graph`, `hot`,
+            in a graph on the same arguments, or between `events`. A policy that is given
+            identifies the choice. None, the default: see SAFETUNE_MEASURE; without it, `graph`.
         budget: the number of configs to try for a key, e.g. `200`, or a time, e.g. `"5m"`. None,
             the default, tries all, and so does `inline`.
         proposer: proposes the configs within a budget; by default a Gaussian process, from

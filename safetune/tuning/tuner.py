@@ -22,6 +22,7 @@ from safetune.frozen import dataclass
 from safetune.isolation.fork_server import system_errors
 from safetune.messages import logger, warn_once
 from safetune.outcome import BUSY, Mark, Outcome, OutputReport, Timing, Verdict
+from safetune.settings import MeasurePolicy
 from safetune.store.local import in_flight
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
@@ -174,9 +175,9 @@ class _Tuning:
     @property
     def way(self) -> str:
         """How the final of the configs that work is timed, if all of them can be timed so."""
-        policy = self.request.measure
-        if policy is None or self.request.call.hooks.do_bench is not None:
+        if self.request.call.hooks.do_bench is not None:
             return "events"
+        policy = self.request.measure or MeasurePolicy.GRAPH
         fastest_ms = min((t.undisturbed_ms for t in self.timings().values()), default=math.inf)
         return policy.value if fastest_ms < race.SHORT_MS else "events"
 
@@ -503,14 +504,12 @@ def _race(tuning: _Tuning, bench: LaunchBench, budget: WaitBudget) -> None:
 def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> bool:
     """Run a final; return whether other work was on the device for much of it."""
     timings, rounds = tuning.timings(), list[bool]()
-    watched = tuning.request.measure is not None
-
     def run(budgets: Mapping[int, Budget]) -> Mapping[int, Outcome]:
         for config in budgets:
             tuning.announce(config, "final")
         tuning.measured.update(budgets)
         first = next(iter(budgets))
-        outcomes = bench.in_turn({**budgets, first: replace(budgets[first], watch=watched)})
+        outcomes = bench.in_turn({**budgets, first: replace(budgets[first], watch=True)})
         rounds.append(any(BUSY in outcome.marks for outcome in outcomes.values()))
         for config, outcome in outcomes.items():
             tuning.outcomes[config] = tuning.outcomes[config].with_marks(outcome.without(BUSY))
@@ -525,7 +524,7 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
         finals, failed, left = race.race(racers, run, short, way)
     except _OnlyEvents as error:  # for all of them: times of two kinds are never compared
         kernel, asked, way = tuning.request.key.kernel.name, way, "events"
-        logger.info("%s: measure=%r times it as 'events' (%s)", kernel, asked, error)
+        logger.info("%s: timed by 'events', not %r (%s)", kernel, asked, error)
         finals, failed, left = race.race(racers, run, short)
     ended = {c: _with_final(tuning.outcomes[c], timing, way) for c, timing in finals.items()}
     for config, outcome in (ended | failed).items():
