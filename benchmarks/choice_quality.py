@@ -84,7 +84,7 @@ def figures(rows: Sequence[Row]) -> Figures:
         found[f"share_within_1pct{suffix}"] = _share(regret <= 0.01 for regret in regrets)
         found[f"mean_regret{suffix}"] = statistics.fmean(regrets)
         found[f"worst_regret{suffix}"] = max(regrets)
-        found[f"most_common_share{suffix}"] = _most_common_share(rows, tuner)
+        found[f"most_common_share{suffix}"] = _most_common_share(judged(rows), tuner)
         seconds = [row["seconds"] for row in judged(rows) if row["tuner"] == tuner]
         found[f"median_tuning_s{suffix}"] = statistics.median(seconds)
     if {"mean_regret", "mean_regret_triton"} <= set(found):

@@ -105,12 +105,17 @@ def _with_sources(results: Results, body: str, *benches: str) -> str:
 
 
 def _source(loaded: Mapping[str, Any], bench: str) -> str:
-    """Return a result's file, day, Triton and commit; the file has its command and the rest."""
+    """Return a result's file, days, Triton and commits; the file has its command and the rest.
+
+    Rows that a later run took over have a day and a commit of their own.
+    """
     name = bench.rpartition("/")[2]
     path = f"../benchmarks/results/{loaded['device']}/{name}.json"
     triton = loaded["versions"]["triton"].split("+")[0]
-    day, commit = loaded["date"][:10], loaded["commit"][:7]
-    return f"[{name}.json]({path}), {day}, Triton {triton}, commit {commit}"
+    days = sorted({row.get("date", loaded["date"])[:10] for row in loaded["rows"]})
+    commits = dict.fromkeys(row.get("commit", loaded["commit"])[:7] for row in loaded["rows"])
+    day = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return f"[{name}.json]({path}), {day}, Triton {triton}, commit {', '.join(commits)}"
 
 
 def proofs(results: Results) -> str:
