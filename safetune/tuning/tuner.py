@@ -504,6 +504,7 @@ def _race(tuning: _Tuning, bench: LaunchBench, budget: WaitBudget) -> None:
 def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> bool:
     """Run a final; return whether other work was on the device for much of it."""
     timings, rounds = tuning.timings(), list[bool]()
+
     def run(budgets: Mapping[int, Budget]) -> Mapping[int, Outcome]:
         for config in budgets:
             tuning.announce(config, "final")
