@@ -1,0 +1,128 @@
+"""What a user of a library waits for: libraries as they are, under stock Triton and `safetune run`.
+
+`cold_steps.py` in a fresh process for each: with empty caches under both, `cold`, and under
+safetune once more with the choices of the first process, `stored`. A process that ends otherwise
+has a row with its end and the last line that it printed; so has one that takes over `LIMIT_S`.
+
+One library is one part; a library that is not installed is left out by name. The verdicts of all
+configs that safetune tried are rows, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import cold_steps
+import recording
+import wild
+from recording import Figures, Row
+
+STEPS = Path(cold_steps.__file__).resolve()
+#: How a process is started, and whether an earlier one has filled its caches.
+RUNS = (("safetune", "cold"), ("safetune", "stored"), ("triton", "cold"))
+LIMIT_S = 150.0
+
+#: What the first part is expected to take on an H200 with 16 cores.
+PART_S = 120.0
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return the seconds of all first steps of a library, and safetune's over stock's."""
+    found: Figures = {}
+    for row in rows:
+        if row["kind"] == "process" and row["ended"] == "ok":
+            name = f"cold_s_{row['part']}_{row['tuner']}_{row['state']}"
+            found[name] = sum(step["first_s"] for step in row["steps"])
+    for part in {row["part"] for row in rows}:
+        ours, stock = (found.get(f"cold_s_{part}_{t}_cold") for t in ("safetune", "triton"))
+        if ours and stock:
+            found[f"cold_ratio_{part}"] = ours / stock
+    kernels = [row for row in rows if row["kind"] == "kernel"]
+    if kernels:
+        verdicts = [row["verdicts"] for row in kernels]
+        rejected = ("wrong_result", "order_dependent", "not_repeatable")
+        found["configs"] = float(sum(sum(each.values()) for each in verdicts))
+        found["rejected_configs"] = float(
+            sum(each.get(name, 0) for each in verdicts for name in rejected)
+        )
+    return found
+
+
+def run_part(name: str) -> Iterator[Row]:
+    """Run one library in each way; yield a row for each process and each kernel."""
+    with tempfile.TemporaryDirectory(prefix=f"cold-{name}-") as folder:
+        for tuner, state in RUNS:
+            row = _run(name, tuner, Path(folder))
+            print(f"{name}: {tuner} {state}: {row['ended']}, {row['wall_s']:.1f} s", flush=True)
+            yield {"part": name, "kind": "process", "tuner": tuner, "state": state, **row}
+        for row in wild.kernel_rows(Path(folder) / "safetune-store"):
+            yield {"part": name, **row}
+
+
+def _run(name: str, tuner: str, folder: Path) -> dict[str, Any]:
+    report = folder / "report.json"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, str(STEPS), name, str(report)]
+    if tuner == "safetune":
+        command[1:1] = ["-m", "safetune", "run"]
+    env = {n: v for n, v in os.environ.items() if not n.startswith("SAFETUNE_")}
+    env |= {
+        "TRITON_CACHE_DIR": str(folder / f"{tuner}-triton"),
+        "SAFETUNE_CACHE_DIR": str(folder / f"{tuner}-store"),
+    }
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        ended = "ok" if done.returncode == 0 else f"exit code {done.returncode}"
+        last = (done.stdout.strip().splitlines() or [""])[-1]
+    except subprocess.TimeoutExpired:
+        ended, last = f"over {LIMIT_S:g} s", ""
+    steps = json.loads(report.read_text()) if report.exists() else []
+    said = {} if ended == "ok" else {"said": last}
+    return {"ended": ended, "wall_s": time.monotonic() - start, "steps": steps, **said}
+
+
+def installed(name: str) -> str:
+    """Return the version of a library; an empty text where it is not installed."""
+    try:
+        return metadata.version(cold_steps.LIBRARIES[name][2])
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the parts that are still missing, print and record."""
+    options = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0]).parse_args(argv)
+    recording.require_device()
+    folder = recording.output_folder(options)
+    result = recording.begin("cold_libraries")
+    if not options.fresh:
+        recording.resume(result, [folder, recording.RESULTS])
+    there = [name for name in cold_steps.LIBRARIES if installed(name)]
+    if left := sorted(cold_steps.LIBRARIES.keys() - {*there}):
+        print("not installed:", ", ".join(left))
+    for part in recording.parts_to_run(there, result.rows, options, PART_S):
+        result.rows += [{**row, "version": installed(part)} for row in run_part(part)]
+        result.save(folder, figures)
+    print(recording.figures_table(result, result.save(folder, figures)))
+
+
+if __name__ == "__main__":
+    main()
