@@ -1,4 +1,4 @@
-"""First steps of libraries with autotuned kernels, as they are: forward, and backward where there is one.
+"""First steps of libraries with autotuned kernels, as they are, with gradients where there are any.
 
     python cold_steps.py LIBRARY FILE
 
@@ -27,6 +27,7 @@ Step = Callable[[], Iterable[torch.Tensor]]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return drawn numbers."""
     return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
 
@@ -44,6 +45,7 @@ def trained(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Ste
 
 
 def mlstm(length: int) -> Step:
+    """Return the parallel kernels of mLSTM."""
     from mlstm_kernels.torch.parallel.triton_limit_headdim import mlstm_parallel__limit_headdim
 
     vectors = [normal(2, 8, length, 128) for _ in range(3)]
@@ -52,7 +54,8 @@ def mlstm(length: int) -> Step:
 
 
 def gemlite(rows: int) -> Step:
-    from gemlite.helper import A8W8_INT8_dynamic, A16W8_INT8
+    """Return two layers with 8-bit weights."""
+    from gemlite.helper import A16W8_INT8, A8W8_INT8_dynamic
 
     linear = torch.nn.Linear(4096, 4096, bias=False, device=DEVICE, dtype=torch.float16)
     kinds = (A16W8_INT8, A8W8_INT8_dynamic)
@@ -62,12 +65,14 @@ def gemlite(rows: int) -> Step:
 
 
 def adasplash(length: int) -> Step:
+    """Return attention with sparse weights."""
     from adasplash import adasplash as attention
 
     return trained(attention, *(normal(1, 8, length, 64) for _ in range(3)))
 
 
 def cut_cross_entropy(tokens: int) -> Step:
+    """Return a loss over 32,768 classes."""
     from cut_cross_entropy import linear_cross_entropy
 
     targets = torch.randint(0, 32768, (tokens,), device=DEVICE)
@@ -79,6 +84,7 @@ def cut_cross_entropy(tokens: int) -> Step:
 
 
 def mase(count: int) -> Step:
+    """Return random flips of bits."""
     from mase_triton.random_bitflip.functional import random_bitflip_fn
 
     x = normal(count, dtype=torch.float32)
@@ -86,6 +92,7 @@ def mase(count: int) -> Step:
 
 
 def flash_sparse_attention(length: int) -> Step:
+    """Return causal attention that skips small weights."""
     from flash_sparse_attn.ops.triton.interface import flash_sparse_attn_func
 
     def attention(*vectors: torch.Tensor) -> torch.Tensor:
@@ -95,6 +102,7 @@ def flash_sparse_attention(length: int) -> Step:
 
 
 def liger_dyt(rows: int) -> Step:
+    """Return Liger's dynamic tanh."""
     from liger_kernel.ops.dyt import LigerDyTFunction
 
     parameters = [torch.ones(n, device=DEVICE) for n in (1, 4096, 4096)]
@@ -102,18 +110,21 @@ def liger_dyt(rows: int) -> Step:
 
 
 def fla_gla(length: int) -> Step:
+    """Return FLA's gated linear attention."""
     from fla.layers import GatedLinearAttention
 
     return _layer(GatedLinearAttention(hidden_size=1024, num_heads=4), length)
 
 
 def fla_gsa(length: int) -> Step:
+    """Return FLA's gated slot attention."""
     from fla.layers import GatedSlotAttention
 
     return _layer(GatedSlotAttention(hidden_size=1024, num_heads=4, num_slots=64), length)
 
 
 def fla_kda(length: int) -> Step:
+    """Return FLA's Kimi delta attention."""
     from fla.layers import KimiDeltaAttention
 
     return _layer(KimiDeltaAttention(hidden_size=1024, num_heads=8, head_dim=128), length)
