@@ -10,7 +10,10 @@ Documented differences (docs/migrating.md), which no event draws: values of a ke
 of two types, a call that passes what the configs set, options of a call, which count in the key,
 and `nargs`. A tensor counts in an argument by its dtype. Two functions of one text are one value,
 and two times within half a percent are a tie. Of a name that nothing reads (`D`), safetune's
-`cache` has one entry for all values, and finds it by each of them.
+`cache` has one entry for all values, and finds it by each of them. A function that a call passes
+counts in safetune's key by its text, also outside of `key`. So some calls have one key on one side
+and two on the other, which are tuned at different times: where the configs or a method are replaced
+in between, `cache` is cleared.
 """
 
 from __future__ import annotations
@@ -277,13 +280,22 @@ class TunedSide:
             found[plain] = self.described(config)
         return found
 
+    def replaced(self) -> None:
+        """Forget what was tuned before a change, where that is not the same calls on both sides."""
+        kinds = self.program.kinds
+        is_one_here = "D" in self.keys or "equal lambda" in [kinds.get(n) for n in self.keys]
+        is_one_there = "M" not in self.keys and kinds["M"] in programs.WITH_CODE
+        if is_one_here or is_one_there:
+            self.tuner.cache.clear()
+
     def apply(self, event: Event) -> Any:
         """Do what an event says; return all that was observed."""
         try:
             if event.what in CACHE:
                 return CACHE[event.what](self, event.number)
             if event.what in LISTS:
-                return LISTS[event.what](self, event.number)
+                LISTS[event.what](self, event.number)
+                return self.replaced()
             return self._launch(event)
         except Exception as error:
             return "error", type(error), error
@@ -359,6 +371,8 @@ def run_session(
                 replaced ^= {event.what}
                 to = PATCHES if event.what in replaced else _STOCK
                 setattr(Autotuner, event.what, to[event.what])
+                for side in sides:
+                    side.replaced()
                 continue
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
