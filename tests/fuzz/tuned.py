@@ -282,10 +282,8 @@ class TunedSide:
 
     def replaced(self) -> None:
         """Forget what was tuned before a change, where that is not the same calls on both sides."""
-        kinds = self.program.kinds
-        is_one_here = "D" in self.keys or "equal lambda" in [kinds.get(n) for n in self.keys]
-        is_one_there = "M" not in self.keys and kinds["M"] in programs.WITH_CODE
-        if is_one_here or is_one_there:
+        is_one_there = "M" not in self.keys and self.program.kinds["M"] in programs.WITH_CODE
+        if is_one_there or shares_entries(self.program):
             self.tuner.cache.clear()
 
     def apply(self, event: Event) -> Any:
@@ -318,12 +316,23 @@ class TunedSide:
         return dict(self.module.SEEN), out.tolist(), self.described(self.tuner.best_config)
 
 
+def shares_entries(program: Program) -> bool:
+    """Return whether safetune may have one entry where stock Triton has several: one for all values
+    of a name that nothing reads, or for two functions of one text. It finds it by keys that were
+    not called.
+    """
+    return "D" in program.key or "equal lambda" in (program.kinds["K"], program.kinds["M"])
+
+
 def different(event: Event, stock: Any, ours: Any, program: Program) -> bool:
     """Return whether what was observed differs."""
     errors = [
         each[:2] if isinstance(each, tuple) and each[:1] == ("error",) else None
         for each in (stock, ours)
     ]
+    is_missing = stock is None or stock is False or errors[0] == ("error", KeyError)
+    if event.what in ("get", "in", "item") and is_missing and shares_entries(program):
+        return errors[1] not in (None, ("error", KeyError))
     if any(errors):
         return errors[0] != errors[1]
     if "D" in program.key and event.what == "items":
@@ -445,7 +454,7 @@ def drawn(
     if kept is not None:
         events = [events[number] for number in kept]
     # What is written for one of two functions of one text holds for the other, too.
-    if "D" in program.key or "equal lambda" in [program.kinds.get(n) for n in program.key]:
+    if shares_entries(program):
         off |= WRITES
     return programs.without(program, off), [each for each in events if each.what not in off]
 
