@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetune.errors import InvalidConfig, InvalidSetting, SettingWarning, with_nearest
 from safetune.keys import encoding
-from safetune.keys.identity import PLAIN, encode, function_digest, in_process, is_layer, shown
+from safetune.keys.identity import PLAIN, encode, hook_identity, in_process, is_layer, shown
 from safetune.keys.written_key import of_a_library
 from safetune.messages import logger, warn
 
@@ -38,7 +38,7 @@ def config_record(config: Config) -> dict[str, Any]:
     """Return a config as plain JSON data, its pre_hook as a digest of the hook's code."""
     record: dict[str, Any] = {name: encode(value) for name, value in config.all_kwargs().items()}
     if config.pre_hook is not None:
-        record["pre_hook"] = function_digest(config.pre_hook)
+        record["pre_hook"] = hook_identity(config.pre_hook)
     return record
 
 
@@ -147,8 +147,10 @@ def _is_plain(config: Config) -> bool:
 def without_identity(configs: Iterable[Config]) -> str:
     """Return the name of a value in the configs that only this process knows; empty without."""
     for config in configs:
-        for name, value in config.kwargs.items():
-            if type(value) not in PLAIN and in_process(encode(value)):
+        if _is_plain(config):
+            continue
+        for name, data in config_record(config).items():
+            if in_process(data):
                 return name
     return ""
 

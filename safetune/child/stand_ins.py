@@ -83,7 +83,7 @@ class DType(_Limited):
             itemsize=itemsize(name),
             is_floating_point="float" in name,
             is_complex=name.startswith("complex"),
-            is_signed=not name.startswith(("uint", "bool")),
+            is_signed=not name.startswith(("uint", "bool", "float8_e8m0")),  # that has no sign bit
         )
 
     def __repr__(self) -> str:

@@ -103,7 +103,7 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
                     break
             if chosen is not None:
                 facts.append((name, "value", chosen))
-        order = best_first(number, tuple(facts), names, index)
+        order = best_first(number, tuple(facts), names, index, tuple(arguments))
         if not compiling:
             mark_caches(number, tuple(facts), index, order[0])
         if len(order) == 1 or early is None:
@@ -189,21 +189,26 @@ def stored_regions(
 
 @constant
 def best_first(
-    number: str, facts: tuple[Fact, ...], unknown: tuple[str, ...], index: int
+    number: str,
+    facts: tuple[Fact, ...],
+    unknown: tuple[str, ...],
+    index: int,
+    passed: tuple[str, ...],
 ) -> tuple[int, ...]:
-    """Return the indices of the configs to launch: of the stored choice alone, or, for a key
-    without one, of every config that may be launched, best first.
+    """Return the indices of the configs to launch: of the written or stored choice alone, or, for a
+    key without one, of every config that may be launched, best first.
     """
     from safetune.miss import candidates, resolve  # every tuner has this module
     from safetune.store.lookup import open_lookup
 
     tuner = _tuners[number]
     settings = Settings.current()
-    if len(tuner.configs) == 1 or settings.mode is Mode.OFF:
+    choice = None if unknown else written(tuner, facts, passed)
+    if len(tuner.configs) == 1 or (settings.mode is Mode.OFF and choice is None):
         return (compilable(tuner, tuner.configs)[0],)
     request = _request(tuner, facts, index)
     lookup = open_lookup(settings)
-    choice = resolve.stored(tuner, request, lookup).config
+    choice = choice or resolve.stored(tuner, request, lookup).config
     if choice is None:
         order = list(candidates.best_first(request, lookup.store)) or [request.configs[0]]
         missed(tuner, request, order[0], lookup.store)
@@ -212,6 +217,23 @@ def best_first(
     if lost_options(choice):
         order += candidates.best_first(request, lookup.store, measured_first=True)
     return compilable(tuner, order)[:1]
+
+
+def written(tuner: Tuner, facts: tuple[Fact, ...], passed: tuple[str, ...]) -> Config | None:
+    """Return the declared config that the program has written into `tuner.cache` for the call."""
+    known = _arguments(facts)
+    config = tuner.states.written({name: known.get(name) for name in passed})
+    if config is None:
+        return None
+    digest = config_digest(config)
+    declared = next((each for each in tuner.configs if config_digest(each) == digest), None)
+    if declared is None:
+        warn(
+            f"the cache of {tuner.base_fn.__name__} has {config_text(config)}, which is not in its "
+            "configs: torch.compile compiles declared configs only; add it to configs=",
+            TuningWarning,
+        )
+    return declared
 
 
 def lost_options(config: Config) -> dict[str, Any]:

@@ -168,17 +168,19 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*own, *(item for _, item in _held(value))]
 
 
-def _code_of_leaf(value: Any) -> Any:
-    data, nameless = _leaf(value)
+def _code_of_leaf(value: Any, of_call: bool = True) -> Any:
+    data, nameless = _leaf(value, of_call)
     return {**data, "process": [_process(), list(map(_token, nameless))]} if nameless else data
 
 
-def function_digest(function: Any) -> str:
-    """Return the digest of a config's function at its first use.
+def hook_identity(hook: Any) -> Any:
+    """Return the digest of a config's hook at its first use; with what tells it apart in this
+    process where its closure has no identity.
 
     Launches may change its closure, and must not make another config of it.
     """
-    return str(_leaf(function)[0]["digest"])
+    data = _code_of_leaf(hook, of_call=False)
+    return data if "process" in data else data["digest"]
 
 
 def is_layer(value: Any) -> bool:
@@ -192,24 +194,25 @@ def is_layer(value: Any) -> bool:
     )
 
 
-#: What was found out of an object at its first use, by its id.
-_first_uses: dict[int, tuple[Any, tuple[Any, list[Any]]]] = {}
+#: What was found out of an object at its first use, by its id and `of_call`.
+_first_uses: dict[Any, tuple[Any, tuple[Any, list[Any]]]] = {}
 
 
-def _leaf(value: Any) -> tuple[Any, list[Any]]:
+def _leaf(value: Any, of_call: bool) -> tuple[Any, list[Any]]:
     """Return a function or a class as JSON data, and its contents that have no identity."""
-    first_use = _first_uses.get(id(value))
+    first_use = _first_uses.get((id(value), of_call))
     if first_use is not None and first_use[0]() is value:
         return first_use[1]
-    graph = Graph()
+    graph = Graph(of_call=of_call)
     kind = "class" if isinstance(value, type) else "function"
     data = {kind: shown(value), "digest": encoding.digest(graph.described(value))}
     described = data, [*graph.nameless, *([value] if graph.is_cut else [])]
     try:
-        reference: Any = weakref.ref(value, functools.partial(_forget, _first_uses, id(value)))
+        forget = functools.partial(_forget, _first_uses, (id(value), of_call))
+        reference: Any = weakref.ref(value, forget)
     except TypeError:
         reference = functools.partial(_itself, value)
-    _first_uses[id(value)] = reference, described
+    _first_uses[id(value), of_call] = reference, described
     return described
 
 
@@ -258,9 +261,9 @@ def _token(value: Any) -> int:
     return number
 
 
-def _forget(known: dict[int, Any], number: int, reference: Any) -> None:
-    if number in known and known[number][0] is reference:
-        del known[number]
+def _forget(known: dict[Any, Any], key: Any, reference: Any) -> None:
+    if key in known and known[key][0] is reference:
+        del known[key]
 
 
 class Graph:
@@ -448,7 +451,7 @@ class Graph:
         return {"foreign": [inner.__module__, inner.__qualname__, *made]}
 
     def _at_first_use(self, value: Any) -> Any:
-        data, nameless = _leaf(value)
+        data, nameless = _leaf(value, self._of_call)
         self.nameless += nameless
         return data
 

@@ -413,9 +413,21 @@ def plain(value: Any) -> Any:
     return value
 
 
+#: The comparison of objects whose class has none.
+_BY_ADDRESS: Any = object.__eq__
+
+
 def _compared(value: Any) -> Any:
-    """Return what compares as the value does, also once it was written as JSON."""
+    """Return what compares as the value does, also once it was written as JSON.
+
+    Functions, and objects that are equal to themselves alone, compare by their identity: two with
+    one share a choice.
+    """
     value = plain(value)
     if isinstance(value, tuple):
         return tuple(map(_compared, value))
-    return str(value) if encoding.is_dtype(value) or value != value else value
+    if encoding.is_dtype(value) or value != value:
+        return str(value)
+    if callable(value) or type(value).__eq__ is _BY_ADDRESS:
+        return encoding.dumps(encode(value, of_call=True))
+    return value

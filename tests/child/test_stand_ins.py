@@ -128,6 +128,14 @@ def test_they_have_the_properties_of_their_tensors(name: str) -> None:
         assert PROPERTIES[name](stand_in(tensor)) == PROPERTIES[name](tensor)
 
 
+@pytest.mark.parametrize("name", [*DTYPES, "float8_e8m0fnu"])
+def test_dtypes_say_of_themselves_what_torch_s_do(name: str) -> None:
+    """That of a scale, `float8_e8m0fnu`, was signed."""
+    tensor = torch.zeros(40, dtype=torch.uint8).view(getattr(torch, name))
+    for of_dtype in ("dtype", "kinds"):
+        assert PROPERTIES[of_dtype](stand_in(tensor)) == PROPERTIES[of_dtype](tensor)
+
+
 def test_their_device_is_a_gpu() -> None:
     x, y = stand_in(torch.zeros(1)), stand_in(torch.ones(2))
     assert (x.device.type, x.device.index, str(x.device)) == ("cuda", 0, "cuda:0")

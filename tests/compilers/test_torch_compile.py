@@ -13,6 +13,7 @@ import triton
 
 from safetune import TracingError
 from safetune.compilers import dynamic_shapes
+from safetune.errors import TuningWarning
 from safetune.keys.tuning_key import Bucket
 from safetune.miss import record, resolve
 from safetune.offline.replay import LeftOut, sketches, sort_out
@@ -81,6 +82,37 @@ def test_the_stored_choice_is_the_only_config_in_the_graph(module: Any) -> None:
 
     assert compiled(tuner, 1000).blocks() == [[128]]
     assert compiled(tuner, 2000, dynamic=False).blocks() == [[256]]
+
+
+@pytest.mark.parametrize("mode", ["tune", "frozen", "off"])
+@pytest.mark.filterwarnings("ignore::safetune.errors.PhantomKeyWarning")
+def test_a_config_that_the_program_has_written_is_compiled(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored choice was compiled, and in the mode `off` the first config."""
+    text = traced.SOURCE.replace("FACTOR: tl.constexpr = 2", "UNREAD").replace("FACTOR * ", "")
+    tuner = traced.kernel(traced.load(tmp_path / "unread.py", text), key=["UNREAD", "n"])
+    assert [*tuner.key_names] == ["n"]
+    store(tuner, {1000: 1}, UNREAD=3)
+    monkeypatch.setenv("SAFETUNE_MODE", mode)
+    key = (1000, "torch.float32", "torch.float32")
+    for written in (0, 2):
+        tuner.cache[(3, *key)] = triton.Config(dict(tuner.configs[written].kwargs))
+        torch._dynamo.reset()
+        scale = scaling(tuner, UNREAD=3)
+        other = scaling(tuner, UNREAD=5)
+        seen = [compiled(tuner, 1000, function=each).blocks() for each in (scale, other)]
+        assert seen == [[[64 << written]]] * 2
+        (otherwise,) = compiled(tuner, 64, function=scale).blocks()
+        assert otherwise == ([64] if mode == "off" else [128])
+
+
+def test_a_written_config_that_is_not_declared_is_warned_of(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {1000: 1})
+    tuner.cache[(1000, "torch.float32", "torch.float32")] = triton.Config({"BLOCK": 32})
+    with pytest.warns(TuningWarning, match="BLOCK=32.* not in its configs"):
+        assert compiled(tuner, 1000).blocks() == [[128]]
 
 
 @pytest.mark.parametrize("declared", [None, traced.configs(64)], ids=["none", "one"])

@@ -6,6 +6,7 @@ Programs read the first parts of its keys, write them to files as JSON or text, 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
@@ -133,6 +134,40 @@ def test_a_write_for_one_value_of_a_dropped_name_is_for_all() -> None:
     assert kernel.cache == {}
     kernel[grid](X, Y, 64, 9)
     assert kernel.best_config is not OTHER
+
+
+class Scale:
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def of(self, value: Any) -> Any:
+        return value * self.by
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda by: lambda value: value * by,
+        lambda by: functools.partial(max, by),
+        lambda by: Scale(by).of,
+        Scale,
+        lambda by: (1, (Scale(by), "a")),
+    ],
+    ids=["lambda", "partial", "method", "object", "in a tuple"],
+)
+def test_values_of_one_identity_are_one_entry_found_by_each(made: Callable[[int], Any]) -> None:
+    """The second lambda of one text launched the choice, and `get` had None for its key."""
+    kernel = ours(["n", "KIND"], prune_configs_by=ONE)
+    one, same, other = made(2), made(2), made(3)
+    for kind in (one, same):
+        launched(kernel, 64, 3, kind)
+    assert len(kernel.cache) == 1
+    for kind in (one, same, made(2)):
+        assert kernel.cache.get((64, kind, *FLOATS)) is CONFIGS[1]
+    assert (64, other, *FLOATS) not in kernel.cache
+    kernel.cache[(64, other, *FLOATS)] = OTHER
+    assert launched(kernel, 64, 3, made(3)) is OTHER
+    assert launched(kernel, 64, 3, same) is CONFIGS[1]
 
 
 def test_a_tensor_in_the_key_is_not_kept() -> None:

@@ -54,6 +54,15 @@ OBJECTS = tuple(
     if kind not in ("integer", "float", "text", "torch dtype", "triton dtype", "equal lambda")
 )
 
+#: Kinds whose values differ by the text or the closure of a function or a class: that counts in
+#: safetune's key also where the argument is not in `key`.
+WITH_CODE = frozenset(
+    {
+        *("function of a factory", "jit function", "constexpr function", "lambda", "equal lambda"),
+        *("default", "function in a tuple", "class", "instance of a local class"),
+    }
+)
+
 #: By identity: the kind and the number of an object.
 described: dict[int, tuple[str, int]] = {}
 

@@ -10,7 +10,10 @@ Documented differences (docs/migrating.md), which no event draws: values of a ke
 of two types, a call that passes what the configs set, options of a call, which count in the key,
 and `nargs`. A tensor counts in an argument by its dtype. Two functions of one text are one value,
 and two times within half a percent are a tie. Of a name that nothing reads (`D`), safetune's
-`cache` has one entry for all values, and finds it by each of them.
+`cache` has one entry for all values, and finds it by each of them. A function that a call passes
+counts in safetune's key by its text, also outside of `key`. So some calls have one key on one side
+and two on the other, which are tuned at different times: where the configs or a method are replaced
+in between, `cache` is cleared.
 """
 
 from __future__ import annotations
@@ -277,13 +280,20 @@ class TunedSide:
             found[plain] = self.described(config)
         return found
 
+    def replaced(self) -> None:
+        """Forget what was tuned before a change, where that is not the same calls on both sides."""
+        is_one_there = "M" not in self.keys and self.program.kinds["M"] in programs.WITH_CODE
+        if is_one_there or shares_entries(self.program):
+            self.tuner.cache.clear()
+
     def apply(self, event: Event) -> Any:
         """Do what an event says; return all that was observed."""
         try:
             if event.what in CACHE:
                 return CACHE[event.what](self, event.number)
             if event.what in LISTS:
-                return LISTS[event.what](self, event.number)
+                LISTS[event.what](self, event.number)
+                return self.replaced()
             return self._launch(event)
         except Exception as error:
             return "error", type(error), error
@@ -306,12 +316,23 @@ class TunedSide:
         return dict(self.module.SEEN), out.tolist(), self.described(self.tuner.best_config)
 
 
+def shares_entries(program: Program) -> bool:
+    """Return whether safetune may have one entry where stock Triton has several: one for all values
+    of a name that nothing reads, or for two functions of one text. It finds it by keys that were
+    not called.
+    """
+    return "D" in program.key or "equal lambda" in (program.kinds["K"], program.kinds["M"])
+
+
 def different(event: Event, stock: Any, ours: Any, program: Program) -> bool:
     """Return whether what was observed differs."""
     errors = [
         each[:2] if isinstance(each, tuple) and each[:1] == ("error",) else None
         for each in (stock, ours)
     ]
+    is_missing = stock is None or stock is False or errors[0] == ("error", KeyError)
+    if event.what in ("get", "in", "item") and is_missing and shares_entries(program):
+        return errors[1] not in (None, ("error", KeyError))
     if any(errors):
         return errors[0] != errors[1]
     if "D" in program.key and event.what == "items":
@@ -359,6 +380,8 @@ def run_session(
                 replaced ^= {event.what}
                 to = PATCHES if event.what in replaced else _STOCK
                 setattr(Autotuner, event.what, to[event.what])
+                for side in sides:
+                    side.replaced()
                 continue
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -431,7 +454,7 @@ def drawn(
     if kept is not None:
         events = [events[number] for number in kept]
     # What is written for one of two functions of one text holds for the other, too.
-    if "D" in program.key or "equal lambda" in [program.kinds.get(n) for n in program.key]:
+    if shares_entries(program):
         off |= WRITES
     return programs.without(program, off), [each for each in events if each.what not in off]
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from safetune.config import check_configs, config_digest, distinct
+from safetune.config import check_configs, config_digest, distinct, without_identity
 from safetune.keys import encoding
 from safetune.keys.identity import code_of, encode, in_process
 
@@ -243,17 +243,29 @@ def test_a_tensor_that_an_object_holds_is_itself_in_a_key_too(hold: Any) -> None
         lambda tmp: by_default([0] * 60_000),
         lambda tmp: shaped(iter([1])),
         lambda tmp: by_default(threading.Lock()),
+        lambda tmp: shaped(torch.zeros(1)),
+        lambda tmp: by_default([torch.zeros(1)]),
     ],
     ids=[
         *("file", "generator", "iterator", "lock", "held", "tensor", "too much"),
         "too much of a function",
-        *("closure", "default"),
+        *("closure", "default", "tensor in a closure", "tensor in a default"),
     ],
 )
 def test_what_has_no_identity_is_told_apart_in_the_process(make: Any, tmp_path: Path) -> None:
     one, other = make(tmp_path), make(tmp_path)
     assert in_process([1, {"a": encode(one)}])
     assert encode(one) == encode(one) != encode(other)
+
+
+def test_a_tensor_in_a_function_is_its_dtype_in_a_call_and_itself_in_a_config() -> None:
+    made = [shaped(torch.zeros(1)), shaped(torch.ones(1))]
+    assert encode(made[0]) != encode(made[1])
+    assert encode(made[0], of_call=True) == encode(made[1], of_call=True)
+    assert code_of(made[0]) == code_of(made[1])
+    configs = [triton.Config({"BLOCK": 16}, pre_hook=by_default(each.fn)) for each in made]
+    assert without_identity(configs) == "pre_hook"
+    assert len(distinct([*configs, *configs])) == 2
 
 
 def relu(x: Any) -> Any:
@@ -480,3 +492,36 @@ def test_a_choice_of_what_has_no_identity_is_not_stored_and_one_warning_names_it
         )
     )
     assert fresh_process(script).stdout.split() == ["0", "2"]
+
+
+OVER_TENSORS = """
+import warnings, torch, triton, triton.language as tl, safetune
+def of(tensor):
+    def check(nargs):
+        if int(tensor) == 1:
+            raise ValueError("not this one")
+    return check
+configs = [triton.Config({"BLOCK": 16}, pre_hook=of(torch.tensor(i))) for i in (1, 2)]
+@safetune.safetune(configs=configs, key=["n"], do_bench=lambda fn, quantiles=None: [1.0] * 3)
+@triton.jit
+def k(x, n, BLOCK: tl.constexpr):
+    tl.store(x, n)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    k[(1,)](torch.zeros(4, dtype=torch.int32), 4)
+print(configs.index(k.best_config))
+print(len([w for w in caught if "could recognise its value of pre_hook" in str(w.message)]))
+from safetune.settings import Settings
+from safetune.store.lookup import open_lookup
+print(len(open_lookup(Settings.current()).store.choices()))
+"""
+
+
+def test_hooks_that_close_over_different_tensors_make_two_configs(
+    fresh_process: FreshProcess, tmp_path: Path
+) -> None:
+    """They shared a digest: the first was launched though only the second worked."""
+    script = tmp_path / "script.py"
+    script.write_text(OVER_TENSORS)
+    done = fresh_process(script)
+    assert done.stdout.split() == ["1", "1", "0"], done.stderr

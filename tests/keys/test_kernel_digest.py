@@ -17,7 +17,7 @@ import pytest
 import triton
 
 from safetune.errors import InvalidSetting
-from safetune.keys.identity import Graph, base_function, function_digest, kernel_identity
+from safetune.keys.identity import Graph, base_function, hook_identity, kernel_identity
 from safetune.keys.source_text import is_foreign, source_of
 from safetune.keys.text_facts import facts_of_function
 from tests.keys import phantom_kernels
@@ -571,8 +571,8 @@ def test_generated_functions_under_one_file_name_have_their_own_digests() -> Non
         return scope["hook"]
 
     first, second = made("args['n']"), made("args['m']")
-    assert function_digest(first) != function_digest(second)
-    assert function_digest(second) == function_digest(made("args['m']"))
+    assert hook_identity(first) != hook_identity(second)
+    assert hook_identity(second) == hook_identity(made("args['m']"))
 
 
 def test_functions_without_source_differ_by_their_inner_functions() -> None:
@@ -582,8 +582,8 @@ def test_functions_without_source_differ_by_their_inner_functions() -> None:
         exec(text, scope)
         return scope["outer"](cell)
 
-    assert function_digest(made("1")) == function_digest(made("1"))
-    assert len({function_digest(f) for f in (made("1"), made("2"), made("1", cell=1))}) == 3
+    assert hook_identity(made("1")) == hook_identity(made("1"))
+    assert len({hook_identity(f) for f in (made("1"), made("2"), made("1", cell=1))}) == 3
 
 
 def test_a_method_a_closure_and_a_nested_function_have_the_digest_of_their_text(
