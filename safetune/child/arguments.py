@@ -247,10 +247,10 @@ class Arguments:
         for index in blocks:
             block, views = self.blocks[index], [v for v in self.views if v.block == index]
             if random_inputs.is_drawable(views, block.spec.misalignment):
-                target = block.bytes.tensor(block.live.memory, block.live.run)
-                dtype = random_inputs.real_dtype(views[0].dtype)
+                block.bytes.wait(0)  # where the host writes to memory that the device has filled
+                values = block.bytes.tensor(block.live.memory, block.live.run)
                 number = seed * len(self.blocks) + index
-                random_inputs.scale(target, dtype, number, block.bytes.name)
+                random_inputs.scale(values, random_inputs.real_dtype(views[0].dtype), number)
 
     def put_back(self, blocks: Iterable[int]) -> None:
         """Put the caller's bits back into these blocks; they do not count as written."""

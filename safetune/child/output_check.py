@@ -178,6 +178,7 @@ class OutputCheck:
         """Return the checksums of what a config leaves in the compared tensors, from the caller's
         bits and from other float inputs, which are the same for each config.
         """
+        stand_ins.need_torch("drawing other inputs")
         arguments, found = self._arguments, list[int]()
         for draw in range(1 + _DRAWS):
 
