@@ -150,7 +150,6 @@ class TestChoice:
         assert same(result) == [(64, 4), (64, 8)]
 
     def test_the_callers_inputs_are_there_again_afterwards(self) -> None:
-        """A result that was left on other inputs would be taken for one that does not repeat."""
         request = request_of()
         with Planted(request) as bench:
             first = bench.measure(0, None, ())[1]
@@ -159,6 +158,7 @@ class TestChoice:
             assert bits == bench.bits(0)
         assert first is not None
         assert again is not None
+        assert first.written == again.written  # the other inputs do not count as written
         assert first.sums == again.sums == bits[: len(first.sums)]
         assert len({bits[i :: len(first.sums)] for i in range(len(first.sums))}) > 1
         assert len(bits) == 3 * len(first.sums)
@@ -186,6 +186,18 @@ class TestRefused:
         assert chosen(result) == (16, 4)
         (note,) = result.notes
         assert "other bits each time" in note
+
+    def test_where_further_launches_of_the_first_show_it(self) -> None:
+        class Racing(Planted):
+            def repeat(self, index: int) -> tuple[Outcome, Sequence[tuple[int, int, str]]]:
+                outcome, _ = super().repeat(index)
+                return outcome, [(0, 0, "dst")]
+
+        request = request_of()
+        result = tune(request, open_store(), bench=Racing(request))
+        assert chosen(result) == (16, 4)
+        assert "other bits each time" in result.notes[0]
+        assert result.stored.marks[0] == "not_repeatable: dst"
 
     def test_where_configs_are_tried_in_this_process(self) -> None:
         dst, src = torch.zeros(ROWS), random_rows()
