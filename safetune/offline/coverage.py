@@ -182,7 +182,8 @@ def _found_without_call(
     key = TuningKey.of_record(tuner.identity, record.call, here.record(), toolchain.record())
     configs = [config_digest(config) for config in tuner.configs]
     same_bits = Settings.current().same_bits_of(tuner.same_bits)
-    return _found(key, declared_digest(tuner.configs, same_bits), configs, lookup)
+    found = _found(key, declared_digest(tuner.configs, same_bits), configs, lookup)
+    return Found.NOTHING if same_bits and found is Found.NEAREST else found
 
 
 def _found_as_recorded(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:
