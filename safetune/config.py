@@ -47,9 +47,13 @@ def config_digest(config: Config) -> str:
     return encoding.digest(config_record(config))
 
 
-def declared_digest(configs: Iterable[Config]) -> str:
-    """Return the identity of a list of configs to choose from, in whatever order."""
-    return encoding.digest(sorted(map(config_digest, configs)))
+def declared_digest(configs: Iterable[Config], same_bits: bool = False) -> str:
+    """Return the identity of a list of configs to choose from, in whatever order.
+
+    Choices that are made for the same bits have one of their own.
+    """
+    policies = ["same_bits"] * same_bits
+    return encoding.digest([*sorted(map(config_digest, configs)), *policies])
 
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:

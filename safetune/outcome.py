@@ -100,6 +100,8 @@ class Mark(str, Enum):
     OUTVOTED: of configs that disagree, the choice was made among others.
     VARIES: by design, configs of other grids have other results: random numbers, program ids.
     NOT_REPEATABLE: its launches leave other bits each time; chosen only where no other works.
+    SAME_BITS: its result has the bits of the config that the reason names, also on drawn inputs. Of
+        a choice: it was made among such configs, or among all that were asked to have them.
     SAME_AS: compiled to the same code as another config, which was run for both.
     SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search.
     FIRST: the first of the configs that were declared, which Triton would launch untuned.
@@ -113,6 +115,7 @@ class Mark(str, Enum):
     OUTVOTED = "outvoted"
     VARIES = "varies"
     NOT_REPEATABLE = "not_repeatable"
+    SAME_BITS = "same_bits"
     SAME_AS = "same_as"
     SEARCHED = "searched"
     FIRST = "first"
@@ -134,7 +137,7 @@ BUSY = Mark.CONTENDED.of("other work was on the device")
 #: Marks that say nothing of the time.
 _OF_RESULTS = (
     *(Mark.UNOWNED, Mark.DISPUTED, Mark.OUTVOTED, Mark.VARIES, Mark.NOT_REPEATABLE),
-    *(Mark.SAME_AS, Mark.FIRST),
+    *(Mark.SAME_BITS, Mark.SAME_AS, Mark.FIRST),
 )
 
 

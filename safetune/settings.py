@@ -86,7 +86,8 @@ VARIABLES = frozenset(
     f"SAFETUNE_{name}"
     for name in (
         *("BUDGET", "CACHE_DIR", "COPY_LIMIT", "FAILURES", "FAST_LAUNCH", "INSTALL"),
-        *("LEAVE", "LOG", "MEASURE", "MODE", "ON_MISS", "PACKS", "PHANTOM", "SHARED", "WAIT"),
+        *("LEAVE", "LOG", "MEASURE", "MODE", "ON_MISS", "PACKS", "PHANTOM", "SAME_BITS"),
+        *("SHARED", "WAIT"),
         *("TEST_EXAMPLES", "TEST_FULL", "TEST_LAUNCHES", "TEST_TENTH"),
     )
 )
@@ -104,6 +105,13 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
     except ValueError:
         valid = ", ".join(str(member.value) for member in kind)
         raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return a value that is True or False; raises `InvalidSetting` for another one."""
+    if not isinstance(value, bool):
+        raise InvalidSetting(f"{name}={value!r} is not known; use True or False")
+    return value
 
 
 _SIZE = re.compile(r"([0-9]+)\s*(?:([KMG])(?:iB)?)?", re.IGNORECASE)
@@ -322,6 +330,7 @@ class Settings:
     failures: Path | None = None  # a list of configs that are not tried
     log_level: int | None = None  # None: the program's
     measure: MeasurePolicy | None = None  # None: not given, and as GRAPH
+    same_bits: bool = False
 
     def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
         """Return the policy of a tuner that has `on_miss` for a key without a choice."""
@@ -330,6 +339,10 @@ class Settings:
     def measure_of(self, measure: MeasurePolicy | None) -> MeasurePolicy | None:
         """Return how a tuner that has `measure` times short kernels; None where nothing says."""
         return measure or self.measure
+
+    def same_bits_of(self, same_bits: bool | None) -> bool:
+        """Return whether a tuner that has `same_bits` asks for the bits of its first config."""
+        return self.same_bits if same_bits is None else same_bits
 
     def tunes(self, on_miss: MissPolicy | None) -> bool:
         """Whether a tuner that has `on_miss` tunes a key, at once or in the background."""
@@ -351,13 +364,18 @@ class _Configured(NamedTuple):
     mode: Mode = Mode.TUNE
     on_miss: MissPolicy | None = None
     measure: MeasurePolicy | None = None
+    same_bits: bool = False
 
 
 _configured = _Configured()
 
 
 def configure(
-    *, mode: str | None = None, on_miss: str | None = None, measure: str | None = None
+    *,
+    mode: str | None = None,
+    on_miss: str | None = None,
+    measure: str | None = None,
+    same_bits: bool | None = None,
 ) -> None:
     """Set the mode of this process, or a policy of it, unless the environment sets it.
 
@@ -369,6 +387,7 @@ def configure(
             and nothing is looked up, stored or started.
         on_miss: like SAFETUNE_ON_MISS.
         measure: like SAFETUNE_MEASURE.
+        same_bits: like SAFETUNE_SAME_BITS.
 
     Raises:
         InvalidSetting: unknown mode or policy.
@@ -381,6 +400,8 @@ def configure(
         given["on_miss"] = parse_choice(MissPolicy, "on_miss", on_miss)
     if measure is not None:
         given["measure"] = parse_choice(MeasurePolicy, "measure", measure)
+    if same_bits is not None:
+        given["same_bits"] = check_flag("same_bits", same_bits)
     _configured = _configured._replace(**given)
 
 
@@ -396,7 +417,7 @@ def _settings(values: tuple[str | None, ...], ranks: int, configured: _Configure
     get = given.get
     world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
     policy, measure = get("SAFETUNE_ON_MISS"), get("SAFETUNE_MEASURE")
-    failures = get("SAFETUNE_FAILURES")
+    failures, same_bits = get("SAFETUNE_FAILURES"), "1" if configured.same_bits else "0"
     return Settings(
         mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", configured.mode.value)),
         phantom=parse_choice(PhantomPolicy, "SAFETUNE_PHANTOM", get("SAFETUNE_PHANTOM", "drop")),
@@ -418,6 +439,7 @@ def _settings(values: tuple[str | None, ...], ranks: int, configured: _Configure
         leave=parse_kernels("SAFETUNE_LEAVE", get("SAFETUNE_LEAVE", "")),
         budget=SearchBudget.parse("SAFETUNE_BUDGET", get("SAFETUNE_BUDGET")),
         failures=_directory(failures) if failures else None,
+        same_bits=_switch("SAFETUNE_SAME_BITS", get("SAFETUNE_SAME_BITS", same_bits)),
         fast_launch=_switch("SAFETUNE_FAST_LAUNCH", get("SAFETUNE_FAST_LAUNCH", "1")),
         log_level=_log_level(get("SAFETUNE_LOG")),
     )

@@ -150,6 +150,13 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Bits:
+    """Launch a config on the caller's inputs, and on other float inputs; see `Answer.bits`."""
+
+    config: int
+
+
+@dataclass(frozen=True)
 class Compile:
     """Compile a config from what `Specify` answers with.
 
@@ -166,7 +173,7 @@ class Release:
     """Forget the call or kernel, and exit if no job comes for `IDLE_EXIT_S`."""
 
 
-OfCall = Specify | Measure | Repeat
+OfCall = Specify | Measure | Repeat | Bits
 Job = Start | Prepare | OfCall | Compile | Release
 
 
@@ -180,6 +187,8 @@ class Answer:
     #: Of a `Repeat`, what launches of a config have left other bits in than launches before: the
     #: config, the position among the compared tensors, and the name.
     varied: tuple[tuple[int, int, str], ...] = ()
+    #: Of a `Bits`, what launches leave in the compared tensors, as checksums.
+    bits: tuple[int, ...] = ()
     #: Of a `Prepare`, whether the call was rebuilt with torch; of a job on a call, that
     #: only a child which has imported torch can do this.
     torch: bool = False

@@ -172,7 +172,7 @@ class Arguments:
         ]
         self.blocks = [Block(spec, file, shared) for spec in layout.blocks]
         self.views = layout.tensors
-        self.pristine_sums = self._checksums()  # those of the caller's bits
+        self.pristine_sums = self.checksums()  # those of the caller's bits
         #: The checksums of the blocks, as `find_written` has found them last.
         self.sums = self.pristine_sums
         self._known = False
@@ -211,7 +211,7 @@ class Arguments:
 
     def find_written(self) -> list[int]:
         """Return the blocks that something has written since the beginning."""
-        self.sums = self._checksums()
+        self.sums = self.checksums()
         for block, now, pristine in zip(self.blocks, self.sums, self.pristine_sums, strict=True):
             if now != pristine and not block.written:
                 block.keep_pristine()
@@ -237,6 +237,26 @@ class Arguments:
                 block.restore()
         found.update({index: kept[index] for index in wanted if index in kept})
         self.sums, self._known = sums, True
+
+    def redraw(self, blocks: Iterable[int], seed: int) -> None:
+        """Scale the values of those of these blocks that hold floats alone, each by a factor of its
+        own. `put_back` is to follow before anything else is asked of them.
+        """
+        from safetune.inputs import random_inputs
+
+        for index in blocks:
+            block, views = self.blocks[index], [v for v in self.views if v.block == index]
+            if random_inputs.is_drawable(views, block.spec.misalignment):
+                block.bytes.wait(0)  # where the host writes to memory that the device has filled
+                values = block.bytes.tensor(block.live.memory, block.live.run)
+                number = seed * len(self.blocks) + index
+                random_inputs.scale(values, random_inputs.real_dtype(views[0].dtype), number)
+
+    def put_back(self, blocks: Iterable[int]) -> None:
+        """Put the caller's bits back into these blocks; they do not count as written."""
+        for index in blocks:
+            self.blocks[index].restore()
+        self._known = False
 
     def poison(self, tensors: Iterable[int]) -> None:
         """Overwrite these tensors."""
@@ -297,8 +317,8 @@ class Arguments:
         poisons = [poison_of(self.views[index].dtype) for index in tensors]
         return where.unlike(list(zip(map(self.elements, tensors), poisons, strict=True)))
 
-    def _checksums(self) -> list[int]:
-        """Return the checksum of each block."""
+    def checksums(self) -> list[int]:
+        """Return the checksum of what each block holds now."""
         runs = [(index, block.live.run) for index, block in enumerate(self.blocks)]
         return self._on_each(runs, lambda where, some: where.checksums(some))
 

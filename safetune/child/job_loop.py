@@ -2,8 +2,8 @@
 
 Two kinds of child run this loop. A compile child sees no GPU, has no torch, and gets `Compile` jobs
 on the kernel that came with its `Start`. A measuring child gets a `Prepare`, which rebuilds a call,
-then `Specify`, `Measure` and `Repeat` jobs on its configs. An exception of a job is an answer; a
-crash or a hang is found by the parent.
+then `Specify`, `Measure`, `Repeat` and `Bits` jobs on its configs. An exception of a job is an
+answer; a crash or a hang is found by the parent.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Worker:
                 return self._prepare(job, fds), b""
             case protocol.Compile():
                 return self._compile(job), b""
-            case protocol.Specify() | protocol.Measure() | protocol.Repeat() if (
+            case protocol.Specify() | protocol.Measure() | protocol.Repeat() | protocol.Bits() if (
                 self._session is not None
             ):
                 return _asked(self._session, job)
@@ -110,6 +110,8 @@ def _asked(session: Session, job: protocol.OfCall) -> tuple[Answer, bytes]:
         answer, data = session.spec_of(job.config)
     elif isinstance(job, protocol.Repeat):
         answer, data = session.repeat(job), b""
+    elif isinstance(job, protocol.Bits):
+        answer, data = session.bits(job), b""
     else:
         answer, data = session.measure(job), b""
     return (replace(DONE, torch=True), b"") if session.needs_torch else (answer, data)

@@ -29,6 +29,8 @@ _SLOW_S = 2.0
 _KEPT_BYTES = 1 << 28
 #: A config that is launched again is launched so often at most.
 _MOST_REPEATS = 32
+#: The other float inputs on which configs are to have the same bits.
+_DRAWS = 2
 
 #: Launches a config, hooks included, and returns when the device has finished. It calls what it is
 #: given just before the kernel runs.
@@ -93,6 +95,7 @@ class OutputCheck:
         stored = set(effects.only_stored)
         read = [i for i, own in enumerate(owned) if not own or own - stored]
         self._read_blocks = {views[i].block for i in read}
+        self._inputs = sorted({views[i].block for i in read if owned[i]})
         self._overwritten = [i for i in self._compared if self._may_overwrite(views[i])]
 
     def expect(self, expected: Mapping[str, Any], what: str) -> None:
@@ -170,6 +173,31 @@ class OutputCheck:
             self.left = config, 1
         self.restore()
         self.check_guards()
+
+    def bits(self, config: int) -> tuple[int, ...]:
+        """Return the checksums of what a config leaves in the compared tensors, from the caller's
+        bits and from other float inputs, which are the same for each config.
+        """
+        stand_ins.need_torch("drawing other inputs")
+        arguments, found = self._arguments, list[int]()
+        for draw in range(1 + _DRAWS):
+
+            def ready(seed: int = draw) -> None:
+                self._overwrite()
+                if seed:
+                    arguments.redraw(self._inputs, seed)
+
+            self.restore()
+            try:
+                self._launch_of(config)(ready)
+                sums = arguments.checksums()
+            finally:
+                if draw:
+                    arguments.put_back(self._inputs)
+            self.check_guards()
+            found += [sums[arguments.views[index].block] for index in self._compared]
+        self.restore()
+        return tuple(found)
 
     def restore(self) -> None:
         """Put the caller's bits back; what was left is compared with what was left before.

@@ -15,7 +15,7 @@ from triton.runtime.autotuner import Config
 
 from safetune import triton_compile, triton_launch
 from safetune.both import backend
-from safetune.both.protocol import DONE, Answer, Budget, Measure, Prepare, Repeat
+from safetune.both.protocol import DONE, Answer, Bits, Budget, Measure, Prepare, Repeat
 from safetune.both.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.child import failures, rebuild_call, stand_ins
 from safetune.child.device import DeviceLaunches, DeviceTimer
@@ -158,6 +158,10 @@ class Session:
             return replace(DONE, varied=tuple(sorted(self._outputs.varied)))
 
         return self._answered(run)
+
+    def bits(self, job: Bits) -> Answer:
+        """Say what launches of a config leave, to the bit, on several inputs."""
+        return self._answered(lambda: replace(DONE, bits=self._outputs.bits(job.config)))
 
     def _answered(self, run: Callable[[], Answer]) -> Answer:
         try:

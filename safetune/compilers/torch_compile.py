@@ -312,16 +312,19 @@ def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest
     """Return the request for a tuning of the traced call, without its tensors."""
     index = index if index >= 0 else current_index()
     names, arguments = (tuner.key_names, tuner.arg_names), _arguments(facts)
-    measure = Settings.current().measure_of(tuner.measure)
+    settings = Settings.current()
+    measure = settings.measure_of(tuner.measure)
+    same_bits = settings.same_bits_of(tuner.same_bits)
     return TuningRequest(
         known=(Grids.unknown(len(tuner.configs)), None),
         key=tuning_key(tuner.identity, *names, arguments, index, measure),
         call=Call(tuner.fn, tuple(tuner.arg_names), (), {}, None, {}, tuner.hooks, index),
         configs=tuple(tuner.configs),
-        declared=declared_digest(tuner.configs),
+        declared=declared_digest(tuner.configs, same_bits),
         readable_key=triton_key(tuner.keys, tuner.arg_names, arguments),
         limits=tuner.limits,
         measure=measure,
+        same_bits=same_bits,
     )
 
 

@@ -44,6 +44,7 @@ from safetune.settings import (
     PhantomPolicy,
     SearchBudget,
     Settings,
+    check_flag,
     parse_choice,
 )
 from safetune.tuning.requests import Limits
@@ -102,6 +103,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.measure: MeasurePolicy | None = None
         if options.measure is not None:
             self.measure = parse_choice(MeasurePolicy, "measure", options.measure)
+        self.same_bits = options.same_bits
+        if self.same_bits is not None:
+            check_flag("same_bits", self.same_bits)
         policy = parse_choice(PhantomPolicy, "phantom", options.phantom or settings.phantom.value)
         written = written_key(fn, options.key, options.keep, options.prune_configs_by)
         self.states = KeyStates(self)

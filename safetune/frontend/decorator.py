@@ -61,6 +61,8 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
         measure: how the final of kernels below 50 us is timed: in replays of a CUDA `graph`, `hot`,
             in a graph on the same arguments, or between `events`. A policy that is given
             identifies the choice. None, the default: see SAFETUNE_MEASURE; without it, `graph`.
+        same_bits: choose among the configs whose result has the bits of the first declared config
+            that works. It identifies the choice. None, the default: see SAFETUNE_SAME_BITS.
         budget: the number of configs to try for a key, e.g. `200`, or a time, e.g. `"5m"`. None,
             the default, tries all, and so does `inline`.
         proposer: proposes the configs within a budget; by default a Gaussian process, from

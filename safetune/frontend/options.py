@@ -41,6 +41,7 @@ class Options:
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     on_miss: str | None = None
     measure: str | None = None
+    same_bits: bool | None = None
     budget: int | str | None = None
     proposer: Proposer | None = None
 

@@ -62,6 +62,22 @@ def draw(target: torch.Tensor, noise: Noise, device: str) -> None:
         part.copy_(values)
 
 
+def scale(target: torch.Tensor, dtype: str, seed: int) -> None:
+    """Multiply the floats in `target`, which holds bytes, by random factors from 0.5 to 1: signs,
+    infinities and zeros stay. Where all are 0, the factors take their place.
+    """
+    kind = getattr(torch, dtype)
+    generator = torch.Generator(target.device)
+    generator.manual_seed(seed)
+    wide = torch.float64 if kind is torch.float64 else torch.float32
+    is_zero = not bool(target.any())
+    used = target.numel() // kind.itemsize * kind.itemsize
+    for part in target[:used].view(kind).split(_CHUNK):
+        values = torch.empty(part.numel(), dtype=wide, device=target.device)
+        values.uniform_(0.5, 1.0, generator=generator)
+        part.copy_(values if is_zero else values.mul_(part.to(wide)))
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Copy some of the bytes that a tensor extends over to the host."""
     itemsize = tensor.element_size()

@@ -38,11 +38,13 @@ def install(
     leave: Iterable[str] = (),
     on_miss: str | None = None,
     measure: str | None = None,
+    same_bits: bool | None = None,
 ) -> Installation:
     """Replace `triton.autotune` by safetune's decorator.
 
     Tuners of Triton's own class, or of a library's subclass, are intercepted when they launch. A
-    second call can add names and change `on_miss` and `measure`, nothing else.
+    second call can add names and change `on_miss`, `measure` and `same_bits`, nothing
+    else.
 
     Args:
         keep: `kernel:name` or `module.kernel:name` for each key name that must not be dropped.
@@ -50,6 +52,8 @@ def install(
             text; applies to kernels decorated later. Like SAFETUNE_LEAVE.
         on_miss: for a key without a choice, like `safetune.configure(on_miss=...)`.
         measure: how short kernels are timed, like `safetune.configure(measure=...)`.
+        same_bits: whether all configs that may be chosen have the bits of the first one, like
+            `safetune.configure(same_bits=...)`.
 
     Raises:
         InvalidSetting: a SAFETUNE_* variable or an argument has an invalid value.
@@ -59,7 +63,7 @@ def install(
     from safetune.integrations import shadow_tuner
     from safetune.keys import left_kernels, written_key
 
-    configure(on_miss=on_miss, measure=measure)
+    configure(on_miss=on_miss, measure=measure, same_bits=same_bits)
     names = [keep] if isinstance(keep, str) else keep
     written_key.keep(parse_keep("keep", ",".join(names)) | kept_by_run())
     left_kernels.leave([leave] if isinstance(leave, str) else leave)

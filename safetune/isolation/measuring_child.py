@@ -125,6 +125,10 @@ class MeasuringChild:
         """Launch a config again for some time; see `protocol.Answer.varied`."""
         return self._ask(protocol.Repeat(config, time_ms))[0]
 
+    def bits(self, config: int) -> tuple[int, ...]:
+        """Return `protocol.Answer.bits` of a config; empty where a launch fails."""
+        return self._ask(protocol.Bits(config))[0].bits
+
     def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
         """Time configs one after the other; return those that succeeded before one did not.
 

@@ -149,7 +149,8 @@ class Tuner(Protocol):
         hooks, limits, proposer, workloads: `inputs.call.Hooks`, `tuning.requests.Limits`,
             `tuning.search.Proposer`, `inputs.workload.DeclaredWorkload`s.
         isolation: `worker`, `config` or `inline`.
-        on_miss, measure: None for SAFETUNE_ON_MISS, SAFETUNE_MEASURE.
+        on_miss, measure, same_bits: None for SAFETUNE_ON_MISS, SAFETUNE_MEASURE,
+            SAFETUNE_SAME_BITS.
         budget: None to measure every config.
         configs_timings, bench_time, tuning_phases: of the last tuning; phases in seconds.
     """
@@ -173,6 +174,7 @@ class Tuner(Protocol):
     isolation: str
     on_miss: MissPolicy | None
     measure: MeasurePolicy | None
+    same_bits: bool | None
     budget: SearchBudget | None
     configs_timings: dict[Config, list[float]]
     bench_time: float

@@ -91,8 +91,14 @@ def ranked(
     In this order: the key's choice from another list of configs, and from another toolchain; the
     choice of the nearest key, of this toolchain and then of another; the configs known to work,
     fastest first, which may be `measured_first`; those without an outcome, as declared. `related`
-    are choices of the same kernel on the same device.
+    are choices of the same kernel on the same device. For the same bits: as declared.
     """
+    if request.same_bits:
+        fails = [config for config, outcome in outcomes if not outcome.ok]
+        for config in request.configs:
+            if config not in fails:
+                yield Substitute(config, "the first that is not known to fail, for the same bits")
+        return
     times = {  # those that the choice was not made among come last
         c: (o.marked(Mark.OUTVOTED) or o.marked(Mark.NOT_REPEATABLE), o.timing.median_ms)
         for c, o in outcomes

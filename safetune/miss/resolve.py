@@ -56,6 +56,11 @@ if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
     from safetune.miss.in_process import Flights
 
+_SAME_BITS_INLINE = (
+    "{kernel}: same_bits is refused, as configs would be tried in this process: the first config "
+    "is launched"
+)
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -91,19 +96,22 @@ class Miss:
     def request(self, force: bool = False) -> TuningRequest:
         """Return the request for a tuning; raises `NoDevice`, and exceptions of prune functions."""
         tuner, configs, named = self.tuner, self.configs(), self.call.named()
+        settings = Settings.current()
+        same_bits = settings.same_bits_of(tuner.same_bits)
         for config in configs:
             check_conflicts(tuner.base_fn.__name__, config, named)
         return TuningRequest(
             key=self.key(),
             call=self.call,
             configs=configs,
-            declared=declared_digest(tuner.configs),
+            declared=declared_digest(tuner.configs, same_bits),
             readable_key=triton_key(tuner.keys, tuner.arg_names, named),
             limits=tuner.limits,
             force=force,
-            budget=tuner.budget or _budget_for(configs, Settings.current().budget),
+            budget=tuner.budget or _budget_for(configs, settings.budget),
             proposer=tuner.proposer,
-            measure=Settings.current().measure_of(tuner.measure),
+            measure=settings.measure_of(tuner.measure),
+            same_bits=same_bits,
         )
 
     def key(self) -> TuningKey:
@@ -248,6 +256,10 @@ def _first_pruned(case: _Case) -> Config:
 def _inline(case: _Case, reason: str = "") -> Config:
     """Measure configs in this process, as `triton.autotune` does; nothing is stored."""
     tuner, state, args, kwargs = case.tuner, case.state, case.args, case.kwargs
+    if not case.left and case.settings.same_bits_of(tuner.same_bits):
+        name = tuner.base_fn.__name__
+        warn_once(_SAME_BITS_INLINE.format(kernel=name), TuningWarning)
+        return _first_pruned(case)
     if reason := reason or case.why_inline or "":
         warn_once(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)
     reported: TuningRequest | None = None

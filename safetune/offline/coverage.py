@@ -23,6 +23,7 @@ from safetune.offline.replay import LeftOut
 from safetune.offline.shares import times_ms
 from safetune.offline.tasks import OfflineKernel
 from safetune.offline.warm import Described, as_device
+from safetune.settings import Settings
 from safetune.store.lookup import Lookup
 from safetune.store.records import KeyRecord, RecordedCall
 from safetune.tuning.neighbours import comparable, distance, pairs_of
@@ -167,6 +168,8 @@ def _found_now(
     if len(request.configs) == 1:
         return Found.EXACT
     if stored_choice(request, lookup) is None:
+        if request.same_bits:  # no other key's choice has the bits of the first config
+            return Found.NOTHING
         return _found_near(request.key, request.by_digest, lookup)
     return _store_or_pack(request.key, request.declared, request.by_digest, lookup)
 
@@ -178,7 +181,9 @@ def _found_without_call(
     here, toolchain = tuning_key.interpreter() if interpreted else tuning_key.detect(0)
     key = TuningKey.of_record(tuner.identity, record.call, here.record(), toolchain.record())
     configs = [config_digest(config) for config in tuner.configs]
-    return _found(key, declared_digest(tuner.configs), configs, lookup)
+    same_bits = Settings.current().same_bits_of(tuner.same_bits)
+    found = _found(key, declared_digest(tuner.configs, same_bits), configs, lookup)
+    return Found.NOTHING if same_bits and found is Found.NEAREST else found
 
 
 def _found_as_recorded(call: RecordedCall, record: KeyRecord, lookup: Lookup) -> Found:

@@ -145,6 +145,10 @@ def trial_blocks(rows: Sequence[Row]) -> Iterator[Block]:
         Column("speed", [_bar(best / row.ms) if row.ms else "" for row in rows], spare=True),
         Column("p20 - p80", spreads, spare=True),
     ]
+    of_rows = [Mark.SAME_BITS.reason_in(row.outcome.marks) for row in rows]
+    wanted = next((bits for row, bits in zip(rows, of_rows, strict=True) if row.chosen), "")
+    if wanted:
+        columns.append(Column("bits", ["same" * (bits == wanted) for bits in of_rows]))
     styles = ["green" if row.chosen else None if row.outcome.ok else "red" for row in rows]
     yield Table(columns, styles)
     for row in rows:

@@ -132,6 +132,7 @@ def _choice_facts(entry: Entry, rows: Sequence[Row]) -> Iterator[tuple[str, str]
     for final in (row.outcome.final for row in rows if row.chosen):
         if final is not None:
             yield "final", f"{duration(final.median_ms)} a launch, as replays of a CUDA graph"
+    yield "same bits", Mark.SAME_BITS.reason_in(choice.marks)
     yield "disputed", choice.dispute
     yield "contended", Mark.CONTENDED.reason_in(choice.marks)
     yield "pinned", "by hand; it is not tuned again until it is cleared" * choice.pinned

@@ -189,7 +189,7 @@ class Lookup:
         """
         for where, choice in self._moved(key):
             if choice.declared != declared and not choice.pinned:
-                why = "it was made from another list of configs" * is_tuned
+                why = "it was made from another list of configs or another `same_bits`" * is_tuned
             else:
                 why = "its config is not declared, or pruned" * (choice.config_digest not in among)
             if why and (key.kernel.name, where) not in self._told:

@@ -91,7 +91,8 @@ class LaunchBench:
             outcomes = [(config_text(c), self._failures[i]) for i, c in enumerate(request.configs)]
             kernel, key = request.key.kernel.name, str(request.key)
             raise NoWorkingConfig(kernel, key, outcomes, measured=len(outcomes))
-        self._with_torch = _asks_for_torch(request.call)
+        # Other inputs are drawn with torch.
+        self._with_torch = request.same_bits or _asks_for_torch(request.call)
         if not self._queued:  # else it needs no process yet
             start_servers(not self.interpreted, self._with_torch)
         with self.phases("transfer"), contextlib.ExitStack() as opened:
@@ -281,6 +282,15 @@ class LaunchBench:
         time_ms = 1e3 * _REPEATS_SHARE * sum(self.phases.seconds().values())
         answer = self._asked("finals", lambda: self._child.repeat(index, time_ms))
         return answer.outcome, answer.varied
+
+    def bits(self, index: int) -> tuple[int, ...]:
+        """Return what launches of a config leave, to the bit, on the caller's inputs and on others;
+        empty where one fails.
+        """
+        found = self._asked("finals", lambda: self._child.bits(index))
+        if self._fresh:
+            self._child.replace()
+        return found
 
     def replace(self) -> None:
         """Measure with a fresh child from here on."""

@@ -42,6 +42,12 @@ def batches(
     from safetune.tuning.neighbours import history_of
 
     start, before = time.perf_counter(), len(outcomes)
+    if request.same_bits:  # the others are compared with the first one that works
+        for config in range(len(request.configs)):
+            if config not in outcomes:
+                yield [config]
+            if config in outcomes and outcomes[config].ok:
+                break
     with phases("search"):
         search = Search(history_of(request, store), _proposer(request, notes))
     while True:

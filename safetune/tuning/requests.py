@@ -114,6 +114,8 @@ class TuningRequest:
     budget: SearchBudget | None = None  # measure some configs, not all
     proposer: Proposer | None = None  # who names them; None for the default
     measure: MeasurePolicy | None = None  # if it was given
+    #: Choose among those with the bits of the first declared config that works.
+    same_bits: bool = False
     #: Made offline: it goes on with the configs that an earlier search of this key left out, and
     #: believes an earlier process that none works for its call.
     goes_on: bool = False

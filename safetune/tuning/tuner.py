@@ -53,6 +53,10 @@ _UNKNOWN_ELSEWHERE = (
 #: rounds of its final: a few do not change the medians.
 _BUSY_SHARE = 1 / 3
 
+#: Why a result cannot be compared to the bit.
+_UNKNOWN_BITS = "its text has atomics, assembly or a clock, or could not be read"
+_OTHER_BITS = "launches of that config leave other bits each time, or fail on drawn inputs"
+
 _VARIES = (
     "its result depends on the tile, as drawn numbers, program ids and ties may; each config "
     "counts as right"
@@ -101,7 +105,7 @@ def tune(
         if election.choice is not None:  # another process or machine has tuned meanwhile
             return replace(tuning.result(election.choice), adopted=True)
         # Also those that an earlier tuning has timed and not judged, or that have never met.
-        unmet = tuning.standing is None and len(tuning.finalists()) > 1
+        unmet = tuning.standing is None and (request.same_bits or len(tuning.finalists()) > 1)
         if tuning.new or unmet or election.plan.races_again:
             measure(tuning, bench, budget)
         if tuning.new and (standing := tuning.unchanged()) is not None:
@@ -154,10 +158,14 @@ class _Tuning:
             return None
         return before
 
+    def right(self) -> dict[int, Outcome]:
+        """Return the outcomes of the configs that are ok and have the right result, in order."""
+        working = {i: o for i, o in sorted(self.outcomes.items()) if o.ok and o.timing is not None}
+        return {i: o for i, o in working.items() if not self.candidates or i in self.candidates}
+
     def working(self) -> dict[int, Outcome]:
         """Return the outcomes of the configs that are ok and may be chosen, in order."""
-        working = {i: o for i, o in sorted(self.outcomes.items()) if o.ok and o.timing is not None}
-        some = {i: o for i, o in working.items() if not self.candidates or i in self.candidates}
+        some = self.right()
         return {i: o for i, o in some.items() if not o.marked(Mark.NOT_REPEATABLE)} or some
 
     def timings(self) -> dict[int, Timing]:
@@ -358,6 +366,8 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
             if tuning.unchanged() is not None:
                 return
             _judge(tuning, bench)
+            if request.same_bits:
+                _keep_same_bits(tuning, bench)
             compiling.close()
             _race(tuning, bench, budget)
             for _ in range(race.MAX_FINALISTS):
@@ -480,6 +490,58 @@ def _place_all(tuning: _Tuning, bench: LaunchBench) -> None:
         _examine(tuning, bench, unplaced)
 
 
+def _keep_same_bits(tuning: _Tuning, bench: LaunchBench) -> None:
+    """Leave, of the configs that may be chosen, those whose results have the bits of the first
+    declared one; that one alone, with a note, where it has no bits to compare with.
+    """
+    while right := [*tuning.right()]:
+        first, alike, refusal = right[0], right[:1], _UNKNOWN_BITS
+        if bench.effects.repeats:
+            sums = {config: report.sums for config, report in tuning.votes.reports.items()}
+            own = sums.get(first)
+            near = [c for c in right if own is None or sums.get(c, own) == own]
+            bits = _bits_of(tuning, bench, near)
+            if first in bits:
+                _repeat(tuning, bench, first)
+            if not tuning.outcomes[first].ok:
+                continue
+            again = bench.bits(first)
+            steady = not tuning.outcomes[first].marked(Mark.NOT_REPEATABLE)
+            refusal = "" if steady and again and bits[first] == again else _OTHER_BITS
+            alike = alike if refusal else [c for c, found in bits.items() if found == again]
+        break
+    else:
+        return
+    reason = config_text(tuning.request.configs[first])
+    if refusal:
+        launched = f"{reason} is launched, the first config that works"
+        tuning.notes.append(f"same_bits is refused, and {launched}: {refusal}")
+        reason = f"refused: {refusal}"
+    tuning.candidates.clear()
+    tuning.candidates.update(alike)
+    ok = {config: outcome for config, outcome in tuning.outcomes.items() if outcome.ok}
+    marked = {
+        config: outcome.unmarked(Mark.SAME_BITS).with_marks(
+            [Mark.SAME_BITS.of(reason)] * (config in alike)
+        )
+        for config, outcome in ok.items()
+    }
+    tuning.keep({config: found for config, found in marked.items() if found != ok[config]})
+
+
+def _bits_of(
+    tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """Return the bits of what configs leave, of those that compile; see `LaunchBench.bits`."""
+    bits: dict[int, tuple[int, ...]] = {}
+    for config, failure, same in bench.compiled(configs, tuning.request.limits.compile_timeout_s):
+        if failure is None:
+            bits[config] = bench.bits(config) if same is None else bits[same]
+        else:
+            tuning.settle(config, failure)
+    return bits
+
+
 def _race(tuning: _Tuning, bench: LaunchBench, budget: WaitBudget) -> None:
     """Measure the finalists again, in rounds: stored ones beside new ones."""
     finalists = sorted(itertools.chain(*tuning.finalists()))
@@ -553,13 +615,20 @@ def _with_final(outcome: Outcome, timing: Timing, way: str) -> Outcome:
 def _repeats(tuning: _Tuning, bench: LaunchBench) -> bool:
     """Launch the fastest config a few times more; return whether it is to be chosen: it leaves the
     same bits each time, or no config that is known does.
-
-    A tensor of which configs write different numbers of elements does not count.
     """
     if not tuning.timings():
         return True
     best = _best(tuning)
-    launched = tuning.same.get(best, best)
+    _repeat(tuning, bench, best)
+    return best in tuning.timings()
+
+
+def _repeat(tuning: _Tuning, bench: LaunchBench, config: int) -> None:
+    """Launch a config a few times more; mark those that were seen to leave other bits each time.
+
+    A tensor of which configs write different numbers of elements does not count.
+    """
+    launched = tuning.same.get(config, config)
     outcome, varied = bench.repeat(launched)
     counts = [report.written for report in tuning.votes.reports.values()]
     names: dict[int, list[str]] = {}
@@ -580,7 +649,6 @@ def _repeats(tuning: _Tuning, bench: LaunchBench) -> bool:
         for config, same in tuning.same.items():
             if same == launched:
                 tuning.settle_as(config, same, stage="final")
-    return best in tuning.timings()
 
 
 def _best(tuning: _Tuning) -> int:
@@ -604,6 +672,8 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     timing, before = outcome.timing, tuning.standing
     assert timing is not None
     marks = requests.marks_of_choice(outcome, len(tuning.outcomes), len(tuning.digests))
+    if tuning.request.same_bits:
+        marks += tuple(mark for mark in outcome.marks if mark.startswith(Mark.SAME_BITS.value))
     raced_again = before is not None and BUSY in before.marks
     if raced_again:
         marks = tuple(requests.BUSY_AGAIN if mark == BUSY else mark for mark in marks)

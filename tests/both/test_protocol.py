@@ -16,6 +16,7 @@ import pytest
 from safetune.both import protocol
 from safetune.both.protocol import (
     Answer,
+    Bits,
     Budget,
     Compile,
     Job,
@@ -191,6 +192,7 @@ def test_an_answer_survives_the_pipe() -> None:
         Measure(3, Budget(best_ms=0.5), (REPORT.new_group,)),
         Measure(3),
         Repeat(3, 1.5),
+        Bits(3),
         Compile(b"spec"),
         Release(),
     ],

@@ -316,6 +316,13 @@ def test_configs_that_disagree_are_compared_in_a_child_with_torch(device: Device
     assert child.with_torch
 
 
+def test_other_inputs_are_drawn_in_a_child_with_torch(device: Device) -> None:
+    child = device.child(copy_kernel)
+    with pytest.raises(TorchNeeded):
+        child.bits(0)
+    assert child.with_torch
+
+
 def test_a_write_beside_a_storage_is_found(device: Device) -> None:
     outcome, _ = measured(device.child(spill_kernel))
     assert outcome.verdict is Verdict.OUT_OF_BOUNDS

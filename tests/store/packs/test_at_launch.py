@@ -90,10 +90,13 @@ def test_a_pack_is_read_whatever_its_file_is_called(
     assert told() == []
 
 
+OTHER_LIST = "it was made from another list of configs"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"declared": "ab" * 16}, "it was made from another list of configs"),
+        ({"declared": "ab" * 16}, f"{OTHER_LIST} or another `same_bits`"),
         ({"config": {"BLOCK": 8, "num_warps": 4}}, "its config is not declared, or pruned"),
     ],
 )
@@ -120,6 +123,17 @@ def test_a_choice_that_is_not_used_is_one_line_that_says_so(
     assert lines == [
         f"copy_kernel: the choice for n=100 (float32) in {where} is not used: {reason}"
     ]
+
+
+@pytest.mark.parametrize("same_bits", [False, True])
+def test_a_choice_under_same_bits_is_not_one_without_it(
+    copies: Any, packed: Any, monkeypatch: pytest.MonkeyPatch, same_bits: bool
+) -> None:
+    blocks = (16, 32, 64)
+    packed(copies(blocks=blocks, same_bits=same_bits), 64)
+    monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+    assert copies(blocks=blocks, same_bits=same_bits)() == 64
+    assert copies(blocks=blocks, same_bits=True)() == (64 if same_bits else 16)
 
 
 def test_two_lists_of_configs_in_one_pack(copies: Any, packed: Any) -> None:
