@@ -332,8 +332,8 @@ def test_the_startup_kernels_are_right(device: str) -> None:
         torch.testing.assert_close(call.output, call.expected(), rtol=1e-3, atol=1e-3)
 
 
-TRIALS = {"choice_quality": "--parts 1 --configs 3 --repetitions 1 --truth-ms 5"}
-SLOW_TRIALS = {
+TRIALS = {
+    "choice_quality": "--parts 1 --configs 3 --repetitions 1 --truth-ms 5",
     "startup": "--alternations 1 --tunings 2",
     "first_tuning": "--short",
     "norm_choices": "--replays 1",
@@ -345,12 +345,11 @@ SLOW_TRIALS = {
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU gets the real thing, by hand"
 )
-@pytest.mark.parametrize(
-    "name", [*TRIALS, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW_TRIALS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRIALS)
 def test_a_trial_run(name: str, fresh_process: FreshProcess, tmp_path: Path) -> None:
     """Real tunings by both tuners, in the interpreter; a second run has nothing left to do."""
-    command = [BENCHMARKS / f"{name}.py", "--out", tmp_path, *(TRIALS | SLOW_TRIALS)[name].split()]
+    command = [BENCHMARKS / f"{name}.py", "--out", tmp_path, *TRIALS[name].split()]
     done = fresh_process(*command)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "interpreter" / f"{name}.json"

@@ -152,7 +152,9 @@ def test_what_a_worker_prints_besides_its_events_is_a_message(
     assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.full), ("--devices", "0,1")]
+)
 def test_standard_streams_may_be_closed(start: Start, targets: Path, options: Any) -> None:
     """Regression: without standard error, as under some schedulers, `tune` ended, and said nothing.
 
@@ -194,8 +196,15 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
-@pytest.mark.parametrize("poisoned", POISONED)
+@pytest.mark.parametrize(
+    ("poisoned", "options"),
+    [
+        ("workload", ("--devices", "0,1")),
+        pytest.param("pruning", ("--devices", "0,1"), marks=pytest.mark.full),
+        ("pruning", ()),
+        pytest.param("workload", (), marks=pytest.mark.full),
+    ],
+)
 def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
     start: Start, targets: Path, tmp_path: Path, options: Any, poisoned: str
 ) -> None:

@@ -115,7 +115,7 @@ with open("/proc/self/cmdline", "rb") as file:
 """
 
     @pytest.mark.fault("parent-killed")
-    @pytest.mark.parametrize("how", ["python", "gil"])
+    @pytest.mark.parametrize("how", [pytest.param("python", marks=pytest.mark.full), "gil"])
     def test_no_process_outlives_a_parent_killed_while_a_config_hangs(
         self, how: str, start: Any, fifo: Any, tmp_path: Path, processes: Any, records: Any
     ) -> None:
