@@ -238,10 +238,7 @@ UNTUNED = {
 
 @pytest.mark.parametrize(
     ("why", "options"),
-    [
-        pytest.param(why, (), id=why, marks=pytest.mark.full)
-        for why in UNTUNED
-    ]
+    [pytest.param(why, (), id=why, marks=pytest.mark.full) for why in UNTUNED]
     + [pytest.param("refused", ("--devices", "0,1"), id="refused in a worker")],
 )
 def test_a_recorded_call_that_cannot_be_tuned_leaves_out_only_itself(

@@ -259,7 +259,9 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize(
+    "how", ["pickle", *(pytest.param(how, marks=pytest.mark.full) for how in ("JSON", "text"))]
+)
 def test_a_table_that_a_program_saves_is_used_by_the_next(
     how: str, fresh_process: FreshProcess, tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ from safetune.miss import background, failures
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
+from tests import capturing, programs
+from tests.capturing import Gate
 from tests.isolation.conftest import fifo, log, processes, records, start  # noqa: F401
 
 SOON_S = 60.0
@@ -36,41 +38,7 @@ def _in_background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_MODE", "background")
 
 
-class Gate:
-    """Configs that wait in a child, before they run, until it opens."""
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path)
-        self._path = path
-        self._keeper: int | None = os.open(path, os.O_RDWR)
-
-    def hook(self) -> Any:
-        path, caller = str(self._path), os.getpid()
-
-        def wait(arguments: dict[str, Any]) -> None:
-            if os.getpid() != caller:
-                with open(path) as gate:  # nothing is written: it ends when no writer is left
-                    gate.read()
-
-        return wait
-
-    def open(self) -> None:
-        """Let everything through, now and later."""
-        if self._keeper is not None:
-            reader = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-            os.close(self._keeper)
-            self._keeper = None
-            # A file in its place, so that who comes later does not wait for a writer.
-            os.unlink(self._path)
-            self._path.touch()
-            os.close(reader)
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = Gate(tmp_path / "gate")
-    yield made
-    made.open()
+gate = capturing.gate  # a fixture
 
 
 class Ended(logging.Handler):
@@ -365,25 +333,15 @@ def memory_files() -> int:
     return sum("safetune-arguments" in os.readlink(x) for x in links if os.path.lexists(x))
 
 
-PRELUDE = """
+PRELUDE = f"""
 import json, os, sys, threading
-import torch, triton, triton.language as tl
-from safetune import safetune
-
-@triton.jit
-def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
-
+{programs.COPY}"""
+PRELUDE += """
 caller = os.getpid()
-
-def tuner(*hooks, **options):
-    configs = [triton.Config({"BLOCK": 16 << i}, pre_hook=hook) for i, hook in enumerate(hooks)]
-    return safetune(configs=configs, key=["n"], **options)(copy_kernel)
 
 def run(kernel, n):
     src, dst = torch.randn(n), torch.zeros(n)
-    kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](dst, src, n)
+    kernel[grid](dst, src, n)
     assert torch.equal(src, dst)
 
 fifo, *rest = sys.argv[1:]
@@ -426,7 +384,7 @@ class TestTheEnd:
     @pytest.mark.parametrize(
         ("how", "code", "stdout", "stderr"),
         [
-            ("return", 0, "", ""),
+            pytest.param("return", 0, "", "", marks=pytest.mark.full),
             ("raise", 1, "", "ValueError: on purpose"),
             ("thread", 0, "the thread is done", ""),
         ],
