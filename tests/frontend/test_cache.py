@@ -142,7 +142,6 @@ def test_a_tensor_in_the_key_is_not_kept() -> None:
     assert kernel.cache[X, 64, "torch.float32", "torch.float32"] is CONFIGS[1]
 
 
-ONES = (1, 1.0)
 FLOATS = ("torch.float32", "torch.float32")
 
 #: What is written, and two calls that it is for.
