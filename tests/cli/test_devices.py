@@ -153,7 +153,11 @@ def test_what_a_worker_prints_besides_its_events_is_a_message(
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.full), ("--devices", "0,1")]
+    "options",
+    [
+        pytest.param((), id="here", marks=pytest.mark.full),
+        pytest.param(("--devices", "0,1"), id="devices"),
+    ],
 )
 def test_standard_streams_may_be_closed(start: Start, targets: Path, options: Any) -> None:
     """Regression: without standard error, as under some schedulers, `tune` ended, and said nothing.
@@ -199,10 +203,10 @@ POISONED = {
 @pytest.mark.parametrize(
     ("poisoned", "options"),
     [
-        ("workload", ("--devices", "0,1")),
-        pytest.param("pruning", ("--devices", "0,1"), marks=pytest.mark.full),
-        ("pruning", ()),
-        pytest.param("workload", (), marks=pytest.mark.full),
+        pytest.param("workload", ("--devices", "0,1"), id="workload-devices"),
+        pytest.param("pruning", (), id="pruning-here"),
+        pytest.param("pruning", ("--devices", "0,1"), id="pruning-devices", marks=pytest.mark.full),
+        pytest.param("workload", (), id="workload-here", marks=pytest.mark.full),
     ],
 )
 def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(

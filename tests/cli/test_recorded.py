@@ -356,7 +356,7 @@ def test_named_tuples_and_functions_come_back_in_another_process(
     file = tmp_path / "with_classes.py"
     file.write_text(PROGRAM)
     program = file if as_script else "import with_classes; with_classes.call_all()"
-    done = fresh_process(program, env={"SAFETUNE_MODE": "record"}, cwd=tmp_path, warm=True)
+    done = fresh_process(program, env={"SAFETUNE_MODE": "record"}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
 

@@ -23,8 +23,7 @@ from safetune.miss import background, failures
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from tests import capturing, programs
-from tests.capturing import Gate
+from tests import programs
 from tests.isolation.conftest import fifo, log, processes, records, start  # noqa: F401
 
 SOON_S = 60.0
@@ -38,7 +37,41 @@ def _in_background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_MODE", "background")
 
 
-gate = capturing.gate  # a fixture
+class Gate:
+    """Configs that wait in a child, before they run, until it opens."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._path = path
+        self._keeper: int | None = os.open(path, os.O_RDWR)
+
+    def hook(self) -> Any:
+        path, caller = str(self._path), os.getpid()
+
+        def wait(arguments: dict[str, Any]) -> None:
+            if os.getpid() != caller:
+                with open(path) as gate:  # nothing is written: it ends when no writer is left
+                    gate.read()
+
+        return wait
+
+    def open(self) -> None:
+        """Let everything through, now and later."""
+        if self._keeper is not None:
+            reader = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+            os.close(self._keeper)
+            self._keeper = None
+            # A file in its place, so that who comes later does not wait for a writer.
+            os.unlink(self._path)
+            self._path.touch()
+            os.close(reader)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.open()
 
 
 class Ended(logging.Handler):
@@ -488,7 +521,7 @@ print(status)
         script, gate, go = tmp_path / "forks.py", tmp_path / "gate", tmp_path / "go"
         script.write_text(PRELUDE + self.FORKS)
         os.mkfifo(go)
-        parent = start(script, fifo.path, gate, go)
+        parent = start(script, fifo.path, gate, go, env={"SAFETUNE_LOG": "quiet"})
         assert fifo.line() == "here"
         open(go, "w").close()
         out, err = parent.communicate(timeout=SOON_S)
