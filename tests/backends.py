@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,6 +22,8 @@ from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.outcome import Verdict
 
 NAME = "fake"
+
+TARGET = GPUTarget("cuda", 90, 32)
 
 
 class FakeBackend:
@@ -115,3 +118,15 @@ def compiled_in_a_child(target: GPUTarget) -> Compiled:
         (compiled,) = pool.results()
     assert compiled.outcome.verdict is Verdict.OK, compiled.outcome
     return compiled
+
+
+@pytest.fixture(autouse=True)
+def h100() -> Iterator[None]:
+    """Triton's launch path asks for the device, stream and target; there is no driver here."""
+    made = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: TARGET,
+    )
+    with launching_on(FakeBackend(), "cuda", active=made):
+        yield

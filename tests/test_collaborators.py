@@ -29,14 +29,18 @@ def _modules(tree: ast.Module) -> set[str]:
 
 def _replaced(path: Path) -> Iterator[str]:
     """Yield each `monkeypatch.setattr(module, "name", ...)` of a module of the product."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if ".setattr(" not in text:
+        return
+    tree = ast.parse(text)
     modules = _modules(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or len(node.args) < 2:
             continue
         target = node.args[0]
         if (
-            ast.unparse(node.func).endswith(".setattr")
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr == "setattr"
             and isinstance(target, ast.Name)
             and target.id in modules
         ):

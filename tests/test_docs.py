@@ -49,7 +49,7 @@ SHORTER = {
 }
 
 #: Pages whose commands take half a minute or more, and are those of other pages and tests in part.
-LONG = ("cli", "packs", "cluster", "search")
+LONG = ("cli", "packs", "cluster", "search", "migrating")
 
 #: The pages whose Python warns on purpose. Elsewhere an example that only warns is a broken one.
 WARNS = {"getting_started.md": "its key has a name that nothing reads"}

@@ -336,18 +336,6 @@ def test_only_triton_internals_reaches_behind_triton() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_store_imports_neither_torch_nor_triton() -> None:
-    """`safetune list`, and a process whose choices are stored, must not pay for either."""
-    heavy = [
-        f"{where(module, line)}: imports {name}"
-        for module in product().values()
-        if module.unit == "store"
-        for name, line in imports(module)
-        if name.partition(".")[0] in ("torch", "triton")
-    ]
-    assert not heavy, "\n".join(heavy)
-
-
 def test_only_the_cli_prints() -> None:
     printing = [
         where(module, node.lineno)

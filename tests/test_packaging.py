@@ -75,7 +75,9 @@ def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {"sdist": sdist, "wheel": wheel}
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist", "editable"])
+@pytest.fixture(
+    scope="module", params=["wheel", "sdist", pytest.param("editable", marks=pytest.mark.full)]
+)
 def installed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, dict[str, Any]]:

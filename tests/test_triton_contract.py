@@ -865,7 +865,7 @@ class TestIsolation:
         script = tmp_path / "off.py"
         script.write_text(MODE_OFF)
 
-        result = fresh_process(script, env={"SAFETUNE_MODE": "off"})
+        result = fresh_process(script, env={"SAFETUNE_MODE": "off"}, warm=True)
 
         assert result.stderr == ""
         assert result.stdout.splitlines() == ["{'BLOCK': 128}", "copied", "children: 0"]

@@ -39,7 +39,6 @@ from tests.libcuda import stub
 pytestmark = pytest.mark.internals
 
 N = 100
-NAMES = ("dst", "src", "n")
 
 
 def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
@@ -275,18 +274,6 @@ def test_a_config_is_launched_again_beside_other_work(device: Device) -> None:
     assert answer.outcome.ok, answer
     assert answer.varied == ()
     assert not child.with_torch
-
-
-@pytest.mark.full
-def test_configs_that_agree_are_one_group(device: Device) -> None:
-    child = device.child(copy_kernel, configs=2)
-    _, first = measured(child)
-    assert first is not None
-    assert first.new_group is not None
-    outcome, second = child.measure(1, None, groups=(first.new_group,))
-    assert outcome.ok, outcome
-    assert second is not None
-    assert second.group == first.new_group.number
 
 
 @pytest.mark.parametrize("pinned", [[], [0, 1]], ids=["device", "pinned"])

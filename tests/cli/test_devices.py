@@ -152,7 +152,13 @@ def test_what_a_worker_prints_besides_its_events_is_a_message(
     assert "GPU 0: Usage: safetune tune" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="here", marks=pytest.mark.full),
+        pytest.param(("--devices", "0,1"), id="devices"),
+    ],
+)
 def test_standard_streams_may_be_closed(start: Start, targets: Path, options: Any) -> None:
     """Regression: without standard error, as under some schedulers, `tune` ended, and said nothing.
 
@@ -194,8 +200,15 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("options", [(), ("--devices", "0,1")], ids=["here", "devices"])
-@pytest.mark.parametrize("poisoned", POISONED)
+@pytest.mark.parametrize(
+    ("poisoned", "options"),
+    [
+        pytest.param("workload", ("--devices", "0,1"), id="workload-devices"),
+        pytest.param("pruning", (), id="pruning-here"),
+        pytest.param("pruning", ("--devices", "0,1"), id="pruning-devices", marks=pytest.mark.full),
+        pytest.param("workload", (), id="workload-here", marks=pytest.mark.full),
+    ],
+)
 def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
     start: Start, targets: Path, tmp_path: Path, options: Any, poisoned: str
 ) -> None:

@@ -95,7 +95,7 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
 
 
 def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: Path) -> None:
-    done = fresh_process(targets / "recorded.py", env={"SAFETUNE_MODE": "record"})
+    done = fresh_process(targets / "recorded.py", env={"SAFETUNE_MODE": "record"}, warm=True)
     assert done.returncode == 0, done.stderr
 
     result = safetune("tune", "--recorded", "--json")
@@ -238,10 +238,7 @@ UNTUNED = {
 
 @pytest.mark.parametrize(
     ("why", "options"),
-    [
-        pytest.param(why, (), id=why, marks=[] if why == "refused" else [pytest.mark.full])
-        for why in UNTUNED
-    ]
+    [pytest.param(why, (), id=why, marks=pytest.mark.full) for why in UNTUNED]
     + [pytest.param("refused", ("--devices", "0,1"), id="refused in a worker")],
 )
 def test_a_recorded_call_that_cannot_be_tuned_leaves_out_only_itself(
@@ -253,7 +250,7 @@ def test_a_recorded_call_that_cannot_be_tuned_leaves_out_only_itself(
         text = text.replace(old, new, 1)
     file.write_text(text)
     env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
-    done = fresh_process("import edited; edited.call_all()", env=env, cwd=tmp_path)
+    done = fresh_process("import edited; edited.call_all()", env=env, cwd=tmp_path, warm=True)
     assert done.returncode == 0, done.stderr
     for old, new in after.items():
         assert old in text
@@ -425,7 +422,13 @@ def run_under_safetune(fresh_process: FreshProcess, tmp_path: Path) -> Any:
     return start
 
 
-@pytest.mark.parametrize("options", [(), ("--keep", "fill:unused")], ids=["dropped", "kept"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="dropped", marks=pytest.mark.full),
+        pytest.param(("--keep", "fill:unused"), id="kept"),
+    ],
+)
 def test_what_safetune_run_has_recorded_is_tuned_without_a_variable(
     run_under_safetune: Any, start: Start, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

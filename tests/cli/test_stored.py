@@ -21,8 +21,6 @@ from safetune.store.schema import seconds
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
-DATABASE = "safetune.db"
-
 
 def block_of(words: list[str], lines: list[str]) -> int:
     """The BLOCK of a row, or of all rows of the table of `add_one`."""
@@ -459,9 +457,3 @@ class TestClear:
         nothing = safetune("clear")
         assert nothing.exit_code == 2
         assert "Give a KERNEL, or --unused-for TIME" in nothing.stderr
-
-    def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        assert safetune.error("clear", "add_two") == (
-            "Error: no kernel named 'add_two' is stored; stored kernels: add_one, kernel"
-        )
-        assert len(safetune.json("list")) == 3

@@ -381,7 +381,7 @@ if __name__ == "__main__":
 COMMAND_LINE = "import sys; from safetune.cli import main; sys.argv[0] = 'safetune'; main()"
 
 
-@pytest.mark.parametrize("how", ["script", "-m"])
+@pytest.mark.parametrize("how", ["script", pytest.param("-m", marks=pytest.mark.full)])
 def test_the_commands_that_a_miss_names_do_what_it_says(
     tmp_path: Path, fresh_process: FreshProcess, how: str
 ) -> None:

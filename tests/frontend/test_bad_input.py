@@ -335,12 +335,6 @@ class TestAccepted:
         assert kernel.configs == [DEFAULT]
         assert launch(kernel, device, BLOCK=64)
 
-    def test_configs_as_a_generator(self, device: str) -> None:
-        kernel = safetune(configs=(config for config in CONFIGS), key=["N"])(copy_kernel)
-
-        assert launch(kernel, device)
-        assert list(kernel.configs_timings) == CONFIGS
-
     @pytest.mark.parametrize(
         "key",
         [("N",), (name for name in ["N"]), {"N": 1}.keys(), {"N": None}, {"N"}, ["N", "N"]],

@@ -177,7 +177,6 @@ def test_a_tensor_in_the_key_is_not_kept() -> None:
     assert kernel.cache[X, 64, "torch.float32", "torch.float32"] is CONFIGS[1]
 
 
-ONES = (1, 1.0)
 FLOATS = ("torch.float32", "torch.float32")
 
 #: What is written, and two calls that it is for.
@@ -294,7 +293,9 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize(
+    "how", ["pickle", *(pytest.param(how, marks=pytest.mark.full) for how in ("JSON", "text"))]
+)
 def test_a_table_that_a_program_saves_is_used_by_the_next(
     how: str, fresh_process: FreshProcess, tmp_path: Path
 ) -> None:

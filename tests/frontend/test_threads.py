@@ -130,22 +130,6 @@ def test_one_key_missed_by_all_is_tuned_once(device: str, tuned: Tuned) -> None:
         assert torch.equal(x, torch.full_like(x, number + 1))
 
 
-@pytest.mark.fault("two-threads")
-def test_keys_of_their_own_are_tuned_once_each(device: str, tuned: Tuned) -> None:
-    def work(number: int) -> torch.Tensor:
-        x = torch.zeros(N, device=device)
-        tuned.step(x, 2 + number)
-        return x
-
-    results = together(work)
-
-    assert sorted(tuned.tunings) == list(range(2, 2 + THREADS))
-    assert len(tuned.tuner.cache) == THREADS
-    assert stored_trials() == [len(CONFIGS)] * THREADS
-    for number, x in enumerate(results):
-        assert torch.equal(x, torch.full_like(x, 2 + number))
-
-
 def test_hits_and_misses_mixed(device: str, tuned: Tuned) -> None:
     keys, launches = 6, 60
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
@@ -27,23 +26,11 @@ from safetune.inputs.call import Call, Hooks
 from safetune.inputs.compile_spec import CallerSpecs, capture_spec
 from safetune.inputs.snapshot import Snapshot
 from safetune.keys.identity import base_function
-from tests.backends import FakeBackend, launching_on
+from tests import backends
 
 pytestmark = pytest.mark.internals
 
-TARGET = GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture(autouse=True)
-def h100() -> Iterator[None]:
-    """Triton's launch path asks for the device, stream and target; there is no driver here."""
-    made = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: TARGET,
-    )
-    with launching_on(FakeBackend(), "cuda", active=made):
-        yield
+h100 = backends.h100  # an autouse fixture
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,8 @@ def run(
     def run(code: str) -> tuple[list[str], list[str]]:
         done = fresh_process(code, cwd=tmp_path, warm=True)
         assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines(), re.findall(r"^safetune: (.*)$", done.stderr, re.MULTILINE)
+        lines = r"^safetune: (?!tuning |\w+ tuned )(.*)$"  # not those after ten seconds of a tuning
+        return done.stdout.splitlines(), re.findall(lines, done.stderr, re.MULTILINE)
 
     return run
 
@@ -103,7 +104,11 @@ class TestReached:
         "make",
         [
             "known()",
-            "known(triton.heuristics({'HAS_EXTRA': lambda a: a['extra'] is not None})(add_kernel))",
+            pytest.param(
+                "known(triton.heuristics({'HAS_EXTRA': lambda a: a['extra'] is not None})"
+                "(add_kernel))",
+                marks=pytest.mark.full,
+            ),
             "triton.heuristics({'HAS_EXTRA': lambda a: a['extra'] is not None})("
             "autotune(CONFIGS, KEY)(add_kernel))",
         ],
@@ -139,12 +144,6 @@ class TestReached:
             "print(len(first.tuner.cache))\n"
         )
         assert printed == ["[]", "add_kernel True True", "True True", "1"]
-
-    def test_a_second_process_looks_up(self, run: Run) -> None:
-        code = START + "add(known(), times=2)"
-        run(code)
-        _, report = run(code)
-        assert report[0] == "1 kernel, 2 launches: 0 tuned, 1 looked up, 1 known"
 
     def test_the_settings_are_the_tuner_s(self, run: Run) -> None:
         """A library's stand-ins for Triton's hooks are not a user's hooks; None is not a tensor."""

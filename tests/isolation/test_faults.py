@@ -443,7 +443,7 @@ def test_an_answer_too_many_is_not_taken_for_the_next_config(
     assert [t for config, t in times.items() if f'"BLOCK":{BAD}' not in config and t == 4e-6] == []
 
 
-@pytest.mark.parametrize("isolation", ["worker", "config"])
+@pytest.mark.parametrize("isolation", ["worker", pytest.param("config", marks=pytest.mark.full)])
 def test_all_failing_raises_a_table_and_stores_no_choice(
     isolation: str, caller: Caller, records: Any, log: Any, processes: Any, harmless: Any
 ) -> None:

@@ -104,7 +104,7 @@ class TestMain:
         script, journal = tmp_path / "script.py", tmp_path / "journal"
         script.write_text(SCRIPT)
 
-        result = fresh_process(script, journal)
+        result = fresh_process(script, journal, env={"SAFETUNE_LOG": "quiet"})
 
         assert (result.returncode, result.stderr) == (0, "")
         word, pid = result.stdout.split()
@@ -115,7 +115,7 @@ class TestMain:
         assert len(set(pids)) == 2
         assert pids.count(pid) == 1, "the choice, here"
 
-    @pytest.mark.parametrize("way", ["-c", "-"])
+    @pytest.mark.parametrize("way", ["-c", pytest.param("-", marks=pytest.mark.full)])
     def test_a_program_that_is_not_a_file_is_tuned(
         self, way: str, tmp_path: Path, records: Any
     ) -> None:
@@ -187,7 +187,8 @@ def test_cells_of_a_notebook(fresh_process: Any, tmp_path: Path, records: Any) -
     """A cell run again unchanged finds its choice; one that was edited is another kernel."""
     pytest.importorskip("IPython")
     log = tmp_path / "pids"
-    result = fresh_process(NOTEBOOK, tmp_path / "ipython", log)
+    env = {"SAFETUNE_LOG": "quiet"}
+    result = fresh_process(NOTEBOOK, tmp_path / "ipython", log, env=env, warm=True)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout
     seen = json.loads(result.stdout.splitlines()[-1])
     assert seen["factors"] == [2.0, 2.0, 5.0]

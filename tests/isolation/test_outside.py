@@ -18,25 +18,13 @@ from safetune.errors import WorkerUnavailable
 from safetune.isolation import fork_server
 from safetune.isolation.fork_server import Output
 from safetune.store.local.connection import Connection
+from tests import programs
 
 # What the scripts begin with; each is a program of its own.
-PRELUDE = """
+PRELUDE = f"""
 import json, os, resource, signal, sqlite3, sys, threading, warnings
-import torch, triton, triton.language as tl
-from safetune import safetune
-
-@triton.jit
-def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
-
-def grid(meta):
-    return (triton.cdiv(meta["n"], meta["BLOCK"]),)
-
-def tuner(*hooks, **options):
-    configs = [triton.Config({"BLOCK": 16 << i}, pre_hook=hook) for i, hook in enumerate(hooks)]
-    return safetune(configs=configs, key=["n"], **options)(copy_kernel)
-
+{programs.COPY}"""
+PRELUDE += """
 def run(kernel, n=100):
     src, dst = torch.randn(n), torch.zeros(n)
     with warnings.catch_warnings(record=True) as caught:

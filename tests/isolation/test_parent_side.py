@@ -13,26 +13,15 @@ from typing import Any
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).parents[2]
 
 # What scripts of fresh processes begin with.
-PRELUDE = """
+PRELUDE = f"""
 import ctypes, json, os, resource, sys, warnings
-import torch, triton, triton.language as tl
-from safetune import safetune
-
-@triton.jit
-def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
-
-def grid(meta):
-    return (triton.cdiv(meta["n"], meta["BLOCK"]),)
-
-def tuner(*hooks, **options):
-    configs = [triton.Config({"BLOCK": 16 << i}, pre_hook=hook) for i, hook in enumerate(hooks)]
-    return safetune(configs=configs, key=["n"], **options)(copy_kernel)
-
+{programs.COPY}"""
+PRELUDE += """
 def run(kernel, n):
     src, dst = torch.randn(n), torch.zeros(n)
     kernel[grid](dst, src, n)
@@ -115,7 +104,7 @@ with open("/proc/self/cmdline", "rb") as file:
 """
 
     @pytest.mark.fault("parent-killed")
-    @pytest.mark.parametrize("how", ["python", "gil"])
+    @pytest.mark.parametrize("how", [pytest.param("python", marks=pytest.mark.full), "gil"])
     def test_no_process_outlives_a_parent_killed_while_a_config_hangs(
         self, how: str, start: Any, fifo: Any, tmp_path: Path, processes: Any, records: Any
     ) -> None:

@@ -52,25 +52,20 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, pytest.param(100, marks=pytest.mark.full), 90, 120])
 def test_the_first_config_compiles(fresh_process: FreshProcess, capability: int) -> None:
     results = compiled(fresh_process, capability, 1024, "--first")
     assert {result["kernel"] for result in results} == {"forward", "backward", "finalize"}
     check(results)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "columns"),
     [
-        (90, 32768),
-        *(
-            pytest.param(capability, columns, marks=pytest.mark.full)
-            for capability, columns in (
-                *((80, 1024), (120, 1024), (120, 16384), (100, 1024), (100, 16384)),
-                *((90, 256), (90, 1024), (90, 8192), (90, 16384)),
-            )
-        ),
+        *((80, 1024), (120, 1024), (120, 16384), (100, 1024), (100, 16384)),
+        *((90, 256), (90, 1024), (90, 8192), (90, 16384), (90, 32768)),
     ],
 )
 def test_every_config_compiles(fresh_process: FreshProcess, capability: int, columns: int) -> None:

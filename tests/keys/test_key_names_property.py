@@ -223,7 +223,7 @@ def check(oracle: Oracle, text: str) -> None:
     oracle.outcomes["dropped"] += len(report.dropped) * (outcome == "compiled")
 
 
-@pytest.mark.parametrize("examples", [200, pytest.param(700, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [100, pytest.param(700, marks=pytest.mark.full)])
 def test_dropped_names_change_nothing(oracle: Oracle, examples: int) -> None:
     oracle.outcomes.clear()
     settings = hypothesis.settings(

@@ -23,6 +23,7 @@ from safetune.miss import background, failures
 from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
+from tests import programs
 from tests.isolation.conftest import fifo, log, processes, records, start  # noqa: F401
 
 SOON_S = 60.0
@@ -365,25 +366,15 @@ def memory_files() -> int:
     return sum("safetune-arguments" in os.readlink(x) for x in links if os.path.lexists(x))
 
 
-PRELUDE = """
+PRELUDE = f"""
 import json, os, sys, threading
-import torch, triton, triton.language as tl
-from safetune import safetune
-
-@triton.jit
-def copy_kernel(dst, src, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(dst + offset, tl.load(src + offset, mask=offset < n), mask=offset < n)
-
+{programs.COPY}"""
+PRELUDE += """
 caller = os.getpid()
-
-def tuner(*hooks, **options):
-    configs = [triton.Config({"BLOCK": 16 << i}, pre_hook=hook) for i, hook in enumerate(hooks)]
-    return safetune(configs=configs, key=["n"], **options)(copy_kernel)
 
 def run(kernel, n):
     src, dst = torch.randn(n), torch.zeros(n)
-    kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](dst, src, n)
+    kernel[grid](dst, src, n)
     assert torch.equal(src, dst)
 
 fifo, *rest = sys.argv[1:]
@@ -426,7 +417,7 @@ class TestTheEnd:
     @pytest.mark.parametrize(
         ("how", "code", "stdout", "stderr"),
         [
-            ("return", 0, "", ""),
+            pytest.param("return", 0, "", "", marks=pytest.mark.full),
             ("raise", 1, "", "ValueError: on purpose"),
             ("thread", 0, "the thread is done", ""),
         ],
@@ -530,7 +521,7 @@ print(status)
         script, gate, go = tmp_path / "forks.py", tmp_path / "gate", tmp_path / "go"
         script.write_text(PRELUDE + self.FORKS)
         os.mkfifo(go)
-        parent = start(script, fifo.path, gate, go)
+        parent = start(script, fifo.path, gate, go, env={"SAFETUNE_LOG": "quiet"})
         assert fifo.line() == "here"
         open(go, "w").close()
         out, err = parent.communicate(timeout=SOON_S)

@@ -80,10 +80,11 @@ LEFT_OUT = (
             ("twice",),
             [BUGS.format("3 of 7 configs", "2 wrong_result, 1 died(SIGSEGV)"), LEFT_OUT],
         ),
-        (
+        pytest.param(
             "right right right large wrong",
             ("reference",),
             [BUGS.format("1 of 5 configs", "1 wrong_result")],
+            marks=pytest.mark.full,
         ),
     ],
     ids=["too large", "a crash and a faster one", "a reference"],

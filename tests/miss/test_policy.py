@@ -289,12 +289,12 @@ def test_installed_then_recorded_tuned_and_launched(fresh_process: Any, tmp_path
     """The commands that the error names make the same program work."""
     script = tmp_path / "program.py"
     script.write_text(SCRIPT)
-    first = fresh_process(script)
+    first = fresh_process(script, warm=True)
     assert first.stdout.startswith("MissError: double has no choice for n=30 (float32)"), first
     command = f"`safetune tune --recorded {script}`"
     assert f"SAFETUNE_MODE=record and then {command}" in first.stdout
 
-    recording = fresh_process(script, env={"SAFETUNE_MODE": "record"})
+    recording = fresh_process(script, env={"SAFETUNE_MODE": "record"}, warm=True)
     assert f"{command} for this call" in recording.stdout
     import subprocess
     import sys
@@ -302,4 +302,4 @@ def test_installed_then_recorded_tuned_and_launched(fresh_process: Any, tmp_path
     command_line = [sys.executable, "-m", "safetune", "tune", "--recorded", str(script)]
     tuned = subprocess.run(command_line, env={**os.environ}, capture_output=True, text=True)
     assert tuned.returncode == 0, tuned.stderr
-    assert fresh_process(script).stdout.startswith("launched 2.0 ")
+    assert fresh_process(script, warm=True).stdout.startswith("launched 2.0 ")

@@ -157,8 +157,10 @@ def test_the_line_fits_and_the_key_is_what_gets_cut(columns: int) -> None:
 
 @pytest.mark.parametrize(
     ("env", "changes"),
-    [({}, {"stderr": subprocess.PIPE}), ({"TERM": "dumb"}, {})],
-    ids=["a pipe", "a dumb terminal"],
+    [
+        pytest.param({}, {"stderr": subprocess.PIPE}, id="a pipe"),
+        pytest.param({"TERM": "dumb"}, {}, id="a dumb terminal", marks=pytest.mark.full),
+    ],
 )
 def test_lines_where_no_line_can_be_shown(
     env: dict[str, str], changes: Any, run: Any, terminal: Terminal, tmp_path: Path

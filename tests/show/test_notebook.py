@@ -70,7 +70,7 @@ def test_a_bar_that_moves_and_a_table(fresh_process: FreshProcess, tmp_path: Pat
 
     os.mkfifo(tmp_path / "gate")
 
-    done = fresh_process(NOTEBOOK, tmp_path / "ipython", tmp_path / "gate")
+    done = fresh_process(NOTEBOOK, tmp_path / "ipython", tmp_path / "gate", warm=True)
 
     assert done.returncode == 0, done.stderr
     assert "IProgress" not in done.stderr

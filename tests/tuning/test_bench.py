@@ -6,14 +6,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import _runtime as _imported_interpreted  # noqa: F401
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
@@ -28,23 +26,11 @@ from safetune.keys.tuning_key import Device, Toolchain, TuningKey
 from safetune.outcome import Outcome, Verdict
 from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import TuningRequest
-from tests.backends import FakeBackend, launching_on
+from tests import backends
 
 pytestmark = pytest.mark.internals
 
-TARGET = GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture(autouse=True)
-def h100() -> Iterator[None]:
-    """Triton's launch path asks for the device, stream and target; there is no driver here."""
-    made = SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: TARGET,
-    )
-    with launching_on(FakeBackend(), "cuda", active=made):
-        yield
+h100 = backends.h100  # an autouse fixture
 
 
 def matmul(x, y, out, BLOCK: tl.constexpr):

@@ -253,7 +253,9 @@ SLICED = [
 
 @pytest.mark.internals
 @pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("columns", [200, 300, WIDEST_TILE + 100])
+@pytest.mark.parametrize(
+    "columns", [pytest.param(200, marks=pytest.mark.full), 300, WIDEST_TILE + 100]
+)
 def test_rows_in_slices(
     launched: Launches, monkeypatch: pytest.MonkeyPatch, columns: int, is_rms_norm: bool
 ) -> None:
@@ -285,8 +287,16 @@ def test_every_config_of_forward(launched: Launches, is_rms_norm: bool) -> None:
     assert len(launch.outputs) == (3 if is_rms_norm else 4)
 
 
-@pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("over", ["dy", "dres"])
+@pytest.mark.parametrize(
+    ("over", "is_rms_norm"),
+    [
+        pytest.param(over, norm == "rms", id=f"{over}-{norm}", marks=marks)
+        for over, norm, marks in (
+            *(("dy", "layer", ()), ("dres", "rms", ())),
+            *(("dy", "rms", pytest.mark.full), ("dres", "layer", pytest.mark.full)),
+        )
+    ],
+)
 def test_in_place_is_bit_for_bit_the_same(
     launched: Launches, device: str, over: str, is_rms_norm: bool
 ) -> None:
@@ -323,11 +333,11 @@ def historic_backward(
     ("rows", "height", "shared", "writers", "idle"),
     [
         (129, 32, 128, 32, 0),
-        (129, 64, 128, 64, 0),
-        (257, 32, 255, None, 59),
-        (450, 32, 447, 11, 38),
         (450, 64, 447, 22, 38),
         (24000, 64, 0, None, 0),
+        pytest.param(129, 64, 128, 64, 0, marks=pytest.mark.full),
+        pytest.param(257, 32, 255, None, 59, marks=pytest.mark.full),
+        pytest.param(450, 32, 447, 11, 38, marks=pytest.mark.full),
     ],
 )
 def test_the_historic_grid_overlaps(

@@ -13,7 +13,6 @@ from safetune.errors import StoreWarning
 from safetune.keys import encoding
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local import documents, rows
-from safetune.store.local.store import Store
 from safetune.store.lookup import GuardedStore
 
 
@@ -85,21 +84,6 @@ def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
     assert store.put_choice(records.choice("c2")) == records.choice("c2") == store.choice("key")
     store.put_trial(records.trial())
     assert store.trials("key", 1) == [records.trial()]
-
-
-@pytest.mark.parametrize("flipped", [b"\xff", b"N"])
-def test_a_flipped_byte_in_the_file_costs_one_row(store, records, flipped):
-    """SQLite's own check does not see it; 0xff is not even text any more."""
-    store.put_choice(records.choice(config={"BLOCK": "MARKER"}))
-    store.put_choice(records.choice(key="sound"))
-    store.close()
-    content = store.path.read_bytes()
-    assert content.count(b"MARKER") == 1
-    store.path.write_bytes(content.replace(b"MARKER", flipped + b"ARKER"))
-    again = Store.open(store.path.parent)
-    assert again.choice("key") is None
-    assert again.choice("sound") == records.choice(key="sound")
-    again.close()
 
 
 def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):

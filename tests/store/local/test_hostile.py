@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import sqlite3
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,34 +268,3 @@ def test_views_and_computed_columns_are_refused(tmp_path, monkeypatch, made, mod
     # Nor with those of a file from elsewhere, that `safetune import` or `merge` reads.
     with pytest.raises(StoreError, match="triggers or views"):
         exchange.collect(tmp_path / "safetune.db")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-@pytest.mark.parametrize("mode", ["tune", "frozen"])
-@pytest.mark.parametrize("which", ["directory", "database"])
-def test_a_database_of_another_user_is_not_read(children, monkeypatch, mode, which) -> None:
-    """In a directory that this user cannot write to; where root owns it all, it is used."""
-    script = """
-import os, warnings
-from safetune.errors import StoreWarning
-from safetune.settings import Settings
-from safetune.store import lookup
-from safetune.store.local import documents  # what it imports, that user may not read
-os.setuid(54321)
-warnings.simplefilter("error", StoreWarning)
-print(lookup.open_lookup(Settings.current()).store.choice(sys.argv[1]) is not None)
-"""
-    with tempfile.TemporaryDirectory(prefix="safetune-") as folder:
-        Path(folder).chmod(0o755)
-        place = Path(folder) / "store"
-        opened = lookup.Lookup(lookup.GuardedStore.open(place))
-        put(opened)
-        opened.store.close()
-        place.chmod(0o755)
-        (place / "safetune.db").chmod(0o644)
-        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(place))
-        monkeypatch.setenv("SAFETUNE_MODE", mode)
-        assert children.run(script, REQUEST.key.digest) == "True\n"
-        os.chown(place if which == "directory" else place / "safetune.db", 12345, 12345)
-        with pytest.raises(AssertionError, match="belongs to another user"):
-            children.run(script, REQUEST.key.digest)

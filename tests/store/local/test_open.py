@@ -87,37 +87,6 @@ def test_a_path_below_a_file_is_named(tmp_path):
     assert str(caught.value) == f"cannot open the store {path}: Not a directory"
 
 
-def test_a_directory_in_the_place_of_the_database(tmp_path):
-    (tmp_path / "safetune.db").mkdir()
-    with pytest.raises(StoreError, match=r"safetune\.db is not a regular file"):
-        Store.open(tmp_path)
-
-
-def test_a_zero_length_file_is_a_new_database(tmp_path, records):
-    (tmp_path / "safetune.db").touch()
-    store = Store.open(tmp_path)
-    store.put_choice(records.choice())
-    assert store.choice("key") == records.choice()
-    store.close()
-
-
-@pytest.mark.parametrize(
-    "content", [b"{}" * 4096, os.urandom(8192), b"SQLite format 3\0" + b"x" * 4096]
-)
-def test_garbage_is_kept_aside_and_an_empty_store_takes_its_place(tmp_path, records, content):
-    path = tmp_path / "safetune.db"
-    path.write_bytes(content)
-    with pytest.warns(UserWarning, match="cannot be used") as caught:
-        store = Store.open(tmp_path)
-    (aside,) = db_files.moved(path)
-    assert len(caught) == 1
-    assert str(aside) in str(caught[0].message)
-    assert aside.read_bytes() == content
-    store.put_choice(records.choice())
-    assert store.choice("key") == records.choice()
-    store.close()
-
-
 @pytest.mark.parametrize("frozen", [False, True], ids=["written to", "frozen"])
 def test_damage_that_sqlite_quotes_and_python_cannot_read_does_not_reach_the_caller(
     store, records, frozen, monkeypatch
@@ -163,19 +132,6 @@ def test_a_database_is_opened_where_no_lock_is_to_be_had(tmp_path, records):
     store.put_choice(records.choice())
     assert store.choice("key") == records.choice()
     store.close()
-
-
-def test_a_newer_database_is_refused_and_left_alone(store, records):
-    store.put_choice(records.choice())
-    store.close()
-    connection = sqlite3.connect(store.path)
-    connection.execute("PRAGMA user_version=99")
-    connection.close()
-    content = store.path.read_bytes()
-    known = rf"newer safetune \(format 99, this one knows {opening.VERSION}\)"
-    with pytest.raises(StoreError, match=known):
-        Store.open(store.path.parent)
-    assert store.path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -294,11 +250,6 @@ LOADED = (
     "heavy = ('torch', 'triton', 'numpy', 'sqlite_utils')\n"
     "print([name for name in heavy if name in sys.modules])"
 )
-
-
-def test_the_store_imports_no_heavy_module(tmp_path, children):
-    script = f"import safetune.store.local.store, safetune.store.lookup\n{LOADED}"
-    assert children.run(script, tmp_path) == "[]\n"
 
 
 def test_a_process_whose_choices_are_stored_imports_no_heavy_module(store, records, children):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sqlite3
 import threading
 
@@ -24,42 +23,6 @@ for generation in range(1, 41):
     store = Store.open(tmp_path)
     assert store.choice("key").config_digest == outputs[0].splitlines()[-1]
     store.close()
-
-
-def test_a_confirmed_write_of_a_killed_writer_stays_stored(tmp_path, children):
-    acknowledged: set[str] = set()
-    for number in range(8):
-        child = children.start(
-            """
-store = Store.open(directory)
-for index in range(1_000_000):
-    store.put_trial(trial(f"{sys.argv[2]}-{index}", message="x" * 3000))
-    print(f"{sys.argv[2]}-{index}", flush=True)
-""",
-            tmp_path,
-            number,
-        )
-        acknowledged |= {child.stdout.readline().strip() for _ in range(1 + 7 * number)}
-        child.send_signal(signal.SIGKILL)
-        rest = child.stdout.read()  # not communicate(), which loses what readline() had buffered
-        assert child.wait() == -signal.SIGKILL, child.stderr.read()
-        acknowledged |= set(rest.rpartition("\n")[0].split())
-
-        store = Store.open(tmp_path)
-        stored = {trial.config_digest for trial in store.trials("key", 1)}
-        assert acknowledged <= stored
-        assert len(stored) - len(acknowledged) <= number + 1  # at most one in flight per kill
-        store.put_choice(store.choice("key") or _choice())
-        store.close()
-    connection = sqlite3.connect(tmp_path / "safetune.db")
-    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    connection.close()
-
-
-def _choice():
-    from safetune.store.records import ChoiceRecord
-
-    return ChoiceRecord("key", 1, "c1", {}, "declared", 1.0, 1, 1.0)
 
 
 def test_a_reader_is_not_blocked_by_a_writer(store, records):
@@ -152,41 +115,6 @@ print(store.choice("key").config_digest)
         tmp_path,
     )
     assert output == "c1\n"
-
-
-def test_forks_under_writing_threads(tmp_path, children):
-    """Regression: a lock held by a thread at the fork would be held in the child for ever."""
-    output = children.run(
-        """
-import signal, threading
-store = Store.open(directory)
-stop = threading.Event()
-written = []
-def work(name):
-    while not stop.is_set():
-        store.put_trial(trial(f"{name}-{len(written)}"))
-        written.append(name)
-threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-for thread in threads:
-    thread.start()
-for number in range(20):
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        child = threading.Thread(target=store.put_trial, args=(trial(f"child-{number}"),))
-        child.start()
-        child.join()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-stop.set()
-for thread in threads:
-    thread.join()
-found = [each.config_digest for each in store.trials("key", 1)]
-print(sum(name.startswith("child-") for name in found))
-""",
-        tmp_path,
-    )
-    assert output == "20\n"
 
 
 def test_a_fork_does_not_wait_for_a_writer_that_waits(store, records, children):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sqlite3
 import sys
-import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -71,12 +70,6 @@ def test_nothing_is_stored_for_an_unknown_key(store):
     assert store.clear("absent") == 0
 
 
-def test_the_first_choice_of_a_generation_wins(store, records):
-    first = store.put_choice(records.choice("c1"))
-    assert store.put_choice(records.choice("c2")) == first
-    assert store.choice("key") == first
-
-
 def test_the_choice_of_the_highest_generation_is_used(store, records):
     second, first = records.choice("c2", generation=2), records.choice("c1")
     store.put_key(records.key())
@@ -113,19 +106,6 @@ def test_sqlite_orders_choices_as_the_rule_does(records, made):
     assert {each.choice.declared: each.choice for each in store.related("kernel", "device")} == best
 
 
-def test_generations_keep_their_own_trials(store, records):
-    old, new = records.trial(), records.trial(generation=2)
-    store.put_trial(old)
-    store.put_trial(new)
-    assert (store.trials("key", 1), store.trials("key", 2)) == ([old], [new])
-
-
-def test_a_later_outcome_replaces_the_earlier_one(store, records):
-    store.put_trial(records.trial(outcome=Outcome(Verdict.TIMEOUT)))
-    store.put_trial(records.trial())
-    assert store.trials("key", 1) == [records.trial()]
-
-
 def test_a_transient_outcome_never_replaces_a_row(store, records):
     """Regression: out of memory for a moment would have erased a measured time."""
     transient = records.trial(outcome=Outcome(Verdict.NO_MEMORY))
@@ -150,21 +130,6 @@ def test_equal_sources_under_two_names_stay_two_kernels(store, records):
     assert [stored.key.kernel_name for stored in store.choices()] == ["add", "sub"]
     assert store.clear("add") == 1
     assert [stored.key for stored in store.choices()] == [records.key("sub", kernel_name="sub")]
-
-
-def test_clear_deletes_one_kernel_with_all_it_has(store, records):
-    other = records.key("other", kernel_name="mul", kernel_digest="k2", device_digest="d2")
-    for key in (records.key("one"), records.key("two"), other):
-        store.put_key(key)
-        store.put_trial(records.trial(key=key.digest))
-        store.put_choice(records.choice(key=key.digest))
-    assert store.clear("add") == 2
-    assert store.choices() == [StoredChoice(other, records.choice(key="other"))]
-    assert store.trials("one", 1) == []
-    assert store.choice("two") is None
-    connection = sqlite3.connect(store.path)
-    assert connection.execute("SELECT digest FROM key").fetchall() == [("other",)]
-    connection.close()
 
 
 def test_a_kernel_that_is_cleared_while_it_is_tuned_is_found_afterwards(store, records):
@@ -270,28 +235,6 @@ def _shared_memory_store() -> Store:
     if not _memory:
         _memory.append(Store.in_memory())
     return _memory[0]
-
-
-def test_threads_share_a_store(store, records):
-    failures: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for index in range(25):
-                store.put_trial(records.trial(f"{number}-{index}"))
-                store.put_choice(records.choice(f"{number}", generation=index + 1))
-                assert store.choice("key") is not None
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert len(store.trials("key", 1)) == 200
-    assert store.generation("key") == 25
 
 
 def test_a_closed_store_says_so(store):

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safetune.cli.command import Filter
 from safetune.errors import PackError, StoreError
 from safetune.keys.tuning_key import Device, KernelIdentity, Toolchain, TuningKey
 from safetune.outcome import Mark, Outcome, Timing, Verdict
@@ -66,14 +65,6 @@ class TestRoundTrip:
         digests = {each.key.digest: each.choice.config_digest for each in store.choices()}
         assert {e.key.digest: e.choice.config_digest for e in empty.choices()} == digests
 
-    def test_again_changes_nothing(self, choices: Any, tmp_path: Path) -> None:
-        store = choices.store(tmp_path / "a", *various(choices))
-        first = write(exchange.of_store(store).entries, tmp_path / "out")
-        assert write(exchange.of_store(store).entries, tmp_path / "out") == first
-        imported = exchange.import_into(store, exchange.collect(tmp_path / "out").entries)
-        assert imported == exchange.Imported(new=0, known=7, kept=0)
-        assert write(exchange.of_store(store).entries, tmp_path / "out") == first
-
     def test_a_choice_for_each_list_of_configs(self, choices: Any, tmp_path: Path) -> None:
         """As two versions of a program leave them."""
         old, new = choices.entry(1), choices.entry(1, declared="99" * 16, generation=2)
@@ -119,30 +110,6 @@ class TestImport:
 
         assert list(connection.iterdump()) == before
         connection.close()
-
-    def test_the_store_keeps_its_own_choice_of_a_generation(
-        self, choices: Any, tmp_path: Path
-    ) -> None:
-        store = choices.store(tmp_path / "a", choices.entry(1), choices.entry(2))
-        faster = choices.entry(1, config=WIDE, median_ms=0.001)
-        later = choices.entry(2, config=WIDE, generation=2)
-
-        done = exchange.import_into(store, [faster, later])
-
-        assert done == exchange.Imported(new=1, known=0, kept=1)
-        current = {e.key.call["values"][0][1]: e.choice.config for e in store.choices()}
-        assert current == {1: choices.config, 2: WIDE}
-
-    def test_a_choice_of_an_earlier_generation_is_not_written(
-        self, choices: Any, tmp_path: Path
-    ) -> None:
-        """No program would use it."""
-        store = choices.store(tmp_path / "a", choices.entry(1, generation=3))
-        earlier = choices.entry(1, config=WIDE, generation=2)
-        other_list = choices.entry(1, declared="99" * 16)
-        done = exchange.import_into(store, [earlier, other_list])
-        assert done == exchange.Imported(new=1, older=1)
-        assert [c.generation for c in (e.choice for e in store.choices_of_lists())] == [3, 1]
 
     def test_the_file_of_a_known_key_stays(self, choices: Any, tmp_path: Path) -> None:
         store = choices.store(tmp_path / "a", choices.entry(1))
@@ -385,12 +352,6 @@ class TestSources:
             exchange.collect(path)
         assert str(path) in str(caught.value)
 
-    def test_one_broken_pack_of_many_is_named(self, choices: Any, tmp_path: Path) -> None:
-        write(various(choices), tmp_path / "packs")
-        (tmp_path / "packs" / "zzz.json").write_text("{}")
-        with pytest.raises(PackError, match=r"zzz\.json: it is not a pack"):
-            exchange.collect(tmp_path / "packs")
-
 
 class TestWrite:
     def test_whole_or_not_at_all(self, choices: Any, tmp_path: Path) -> None:
@@ -413,22 +374,6 @@ class TestWrite:
         with pytest.raises(PackError, match=f"cannot write {path}"):
             exchange.write(path, packs.dump([choices.entry()]))
         assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
-
-    def test_the_text_of_the_file(self, choices: Any, tmp_path: Path) -> None:
-        exchange.write(tmp_path / "x.json", packs.dump(various(choices)[:2]))
-        expected = packs.dump(various(choices)[:2])
-        assert (tmp_path / "x.json").read_bytes() == expected.encode("ascii")
-
-
-def test_choices_are_selected_by_kernel_and_device(choices: Any) -> None:
-    def kernels(**only: Any) -> list[str]:
-        return [e.key.kernel_name for e in entries if Filter(**only).matches(e.key)]
-
-    entries = various(choices)
-    assert kernels() == [entry.key.kernel_name for entry in entries]
-    assert kernels(kernel=["layer_norm"]) == ["layer_norm"]
-    assert len(kernels(device="h200")) == 1
-    assert kernels(kernel=["layer_norm"], device="H200") == []
 
 
 def test_a_pack_that_was_written_survives_a_power_cut(

@@ -132,13 +132,6 @@ class TestBroken:
         assert "does not answer in time" in told
         assert not layer.is_on
 
-    def test_an_address_without_a_route_costs_one_warning(
-        self, layer_of: MakeLayer, patience: Patience
-    ) -> None:
-        """An address for documentation: packets to it get lost, or are refused."""
-        patience(IMPATIENT_S)
-        assert len(everything(layer_of("postgresql://192.0.2.1/db?connect_timeout=600"))) == 1
-
     @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 64, b"E\xff"])
     def test_a_server_that_is_not_postgresql_costs_one_warning(
         self, layer_of: MakeLayer, listener: socket.socket, answer: bytes
@@ -211,18 +204,6 @@ class TestBroken:
         clock.leapt_s += RETRY_S
         assert layer.publish(SPACE, stored(7)) == stored(7)
         assert open_shared(database).get(SPACE, key(7).digest, LIST) == stored(7)
-
-    def test_a_store_that_may_only_be_read_is_read_on(
-        self, database: str, layer_of: MakeLayer, local: GuardedStore
-    ) -> None:
-        """Reading continues; one warning for all that is not written."""
-        open_shared(database).publish(SPACE, [stored(5)])
-        layer = layer_of(database + "&options=-c%20default_transaction_read_only%3Don")
-        (told,) = everything(layer)
-        assert "the server only reads" in told
-        assert "not shared for now" in told
-        assert local.choice(key(5).digest) == choice(5)
-        assert layer.is_on
 
     def test_a_server_whose_disk_is_full_is_read_on(
         self, database: str, layer_of: MakeLayer, local: GuardedStore
@@ -335,16 +316,6 @@ class TestExchange:
         assert local.choice(key(1).digest) is None
         layer.pull(SPACE)
         assert local.choice(key(1).digest) == choice(1)
-
-    def test_the_source_of_a_kernel_is_neither_stored_nor_published(
-        self, url: str, tmp_path: Path, layer_of: MakeLayer, local: GuardedStore
-    ) -> None:
-        tuned(local, 0)
-        layer_of(url).refresh(SPACE)
-        with local.connection.reading() as connection:
-            assert "def add_kernel" not in "".join(connection.iterdump())
-        (path,) = (tmp_path / "shared").rglob("*.json")
-        assert "def add_kernel" not in path.read_text()
 
 
 def test_a_lease_is_released_when_the_process_ends(

@@ -1,6 +1,7 @@
 """A cluster of 64 processes on eight nodes, and one PostgreSQL with 20 connections: see `nodes.py`.
 
-The tunings are real. With `SAFETUNE_TEST_FULL=1` there are 50 keys.
+The tunings are real. With `SAFETUNE_TEST_FULL=1` there are 50 keys; without it, 2, and 16 processes
+on four nodes that share 8 connections.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .conftest import Children, Full, Proxy, running
 
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
-NODES, PROCESSES, CONNECTIONS = 8, 8, 20
+NODES, PROCESSES, CONNECTIONS = (8, 8, 20) if FULL else (4, 4, 8)
 KEYS = 50 if FULL else 2
 
 #: How long a process waits for a shared store that answers, on however busy a machine, and for one
