@@ -52,9 +52,9 @@ INTERRUPTED = 130
 
 
 class _Group(click.Group):
-    """Turns every error into one line and an exit code: 1 no working config, 2 the rest.
+    """Prints every error as one line and sets the exit code: 1 for no working config, else 2.
 
-    With --json, also into JSON on standard output, unless the result is there already.
+    With --json, prints it as JSON too, unless the result is printed already.
     """
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

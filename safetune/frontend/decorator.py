@@ -45,8 +45,8 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             SAFETUNE_PHANTOM), `keep` it, or raise an `error`.
         keep: names in `key` that are never dropped.
         isolation: `worker` (one measuring process until a config breaks it), `config` (a new
-            process for every config), or `inline` (as triton.autotune: in this process, without
-            the store).
+            process for every config), or `inline` (in this process and without the store, like
+            triton.autotune).
         compile_timeout_s, run_timeout_s: seconds for one config.
         scratch: names of arguments that are not results, such as partial sums per program;
             configs may leave different values in them.
@@ -58,8 +58,8 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             caller's tensors are then not copied.
         on_miss: for a key without a choice: launch the `fallback` and never tune, `warn` and
             follow the mode, or raise an `error`. None, the default: see SAFETUNE_ON_MISS.
-        measure: how the final of kernels below 50 us is timed: between `events`, in replays of a
-            CUDA `graph`, or `hot`, in a graph on the same arguments. It identifies the choice.
+        measure: times the final of kernels below 50 us between `events`, in replays of a CUDA
+            `graph`, or `hot`, in a graph on the same arguments. Each value has choices of its own.
             None, the default: see SAFETUNE_MEASURE.
         budget: the number of configs to try for a key, e.g. `200`, or a time, e.g. `"5m"`. None,
             the default, tries all, and so does `inline`.
@@ -67,7 +67,7 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             `safetune[search]`.
 
     Raises:
-        InvalidConfig, InvalidSetting: no launch could use an argument; the message names it.
+        InvalidConfig, InvalidSetting: an argument is invalid; the message names it.
         PhantomKey: under `phantom="error"`.
     """
     options = Options(*args, **kwargs)

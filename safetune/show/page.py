@@ -1,4 +1,4 @@
-"""One page on a kernel: its choices over shapes, the times of configs, and why others failed."""
+"""One page on a kernel: choices over shapes, times of configs, and reasons of failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page(kernel: str, keys: Sequence[StoredKey]) -> str:
 
 
 def _group(keys: Sequence[StoredKey]) -> dict[str, Any]:
-    """Return what the page says of one kernel on one device."""
+    """Return the page's section on one kernel on one device."""
     key = keys[0].key
     shapes = [readable_call(key.key.call) for key in keys]
     choices = [readable_config(key.entry.choice.config) if key.entry else {} for key in keys]

@@ -24,7 +24,7 @@ _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 
 def origin_words(origin: str) -> str:
-    """Return where a choice is from; `origin` is as `Store.origin` returns it."""
+    """Return the origin of a choice as text; `origin` is `Store.origin`'s."""
     known = {"": "measured here", IMPORTED: "imported", AGREED: "agreed on in sync()"}
     if origin.startswith(PACK):
         return f"in the {origin}"
@@ -43,7 +43,7 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
 
 
 def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
-    """Return recorded calls that are left out, and why, as plain JSON data."""
+    """Return omitted recorded calls, with reasons, as plain JSON data."""
     return [{"call": left.words, "reason": left.reason} for left in left_out]
 
 
@@ -121,7 +121,7 @@ def call_words(call: Mapping[str, Any]) -> str:
 
 
 def time_words(ms: float) -> str:
-    """Return a choice's time, or '' where it is not known, as of an imported one."""
+    """Return a choice's time, or '' if unknown, e.g. of an imported choice."""
     return duration(ms) if ms > 0 else ""
 
 
@@ -156,6 +156,6 @@ def moment(seconds: float) -> str:
 
 
 def one_reason(message: str) -> str:
-    """Return the line of a failure's message that says why."""
+    """Return the line of a failure's message that has the reason."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if _TRITON_LOCATION.match(lines[0]) else lines[0]
