@@ -9,12 +9,14 @@ from typing import Any, ParamSpec
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Heuristics
 
-from safetune.errors import InvalidSetting
+from safetune.errors import InvalidSetting, with_nearest
 from safetune.frontend.autotuner import Autotuner
 from safetune.frontend.options import Options
 from safetune.keys.written_key import lenient
 
 Parameters = ParamSpec("Parameters")
+
+_PARAMETERS = inspect.signature(Options).parameters
 
 
 def _with_parameters_of(
@@ -70,6 +72,11 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
         InvalidConfig, InvalidSetting: an argument is invalid; the message names it.
         PhantomKey: under `phantom="error"`.
     """
+    if unknown := kwargs.keys() - _PARAMETERS.keys():
+        raise TypeError(
+            "safetune() got an unexpected keyword argument "
+            f"{with_nearest(sorted(unknown), _PARAMETERS)}"
+        )
     options = Options(*args, **kwargs)
 
     def decorate(fn: Any) -> Any:

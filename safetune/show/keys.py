@@ -26,6 +26,7 @@ from safetune.show.words import (
     moment,
     origin_word,
     origin_words,
+    place,
     readable_call,
     time_words,
 )
@@ -247,8 +248,7 @@ def grouped(entries: Iterable[Any]) -> list[list[Any]]:
 
 def kernel_blocks(key: KeyRecord) -> Iterator[Block]:
     """Yield a kernel's name and place, and the device and toolchain of its keys."""
-    place = f"{key.kernel_file}:{key.kernel_line}" if key.kernel_file else "(file not known)"
-    yield heading(f"{key.kernel_name}  {place}")
+    yield heading(f"{key.kernel_name}  {place(key.kernel_file, key.kernel_line)}")
     toolchain, name = key.toolchain, str(key.device["name"])
     target = [str(toolchain.get("target"))] * (toolchain.get("target") != name)
     parts = [name, f"Triton {toolchain.get('triton')}", *target]

@@ -15,6 +15,7 @@ from safetune.show.words import (
     moment,
     one_reason,
     origin_words,
+    place,
     readable_call,
     readable_config,
     time_words,
@@ -40,7 +41,7 @@ def _group(keys: Sequence[StoredKey]) -> dict[str, Any]:
     shapes = [readable_call(key.key.call) for key in keys]
     choices = [readable_config(key.entry.choice.config) if key.entry else {} for key in keys]
     return {
-        "place": f"{key.kernel_file}:{key.kernel_line}",
+        "place": place(key.kernel_file, key.kernel_line),
         "device": key.device["name"],
         "triton": key.toolchain.get("triton"),
         "source": key.kernel_digest[:8],

@@ -175,3 +175,7 @@ class _Console(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Let the caller handle it; rich's own method ends the process with exit code 1."""
+        raise  # what rich is handling

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +20,9 @@ PACK = "pack "
 
 #: The end of a shared store's identity, which tells databases of one location apart.
 _DIGEST = re.compile(" [0-9a-f]{32}$")
+
+#: The folder of a library in a path.
+_LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
 
 #: Triton's compile errors begin with a location in the kernel's source and end with the reason.
 _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
@@ -45,6 +50,16 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
 def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
     """Return omitted recorded calls, with reasons, as plain JSON data."""
     return [{"call": left.words, "reason": left.reason} for left in left_out]
+
+
+def place(file: str, line: int) -> str:
+    """Return `file:line`, with a short path in a library or below the working directory."""
+    if not file:
+        return "(file not known)"
+    short = _LIBRARIES.sub("", file)
+    with contextlib.suppress(OSError):  # the working directory was deleted
+        short = short.removeprefix(os.path.join(os.getcwd(), ""))
+    return f"{short}:{line}"
 
 
 def words(values: Mapping[str, object]) -> str:
