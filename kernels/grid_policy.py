@@ -7,7 +7,9 @@ programs and gives each a run of consecutive rows. For any number of rows
 - every program owns at least one row, so every partial sum is written;
 - the device bounds the number of programs, and so the size of the partial sums.
 
-docs/kernels.md has the proof, and the other order, in turns. A program masks its loads and stores
+With `share, longer = divmod(rows, programs)`, the run of program j begins at row
+`j * share + min(j, longer)`. It ends where the run of j + 1 begins; the first begins at 0, and the
+last ends at `programs * share + longer`, which is `rows`. A program masks its loads and stores
 with the end of its run, and only the last tile of a run is cut short. That wastes lanes but no
 bytes; runs aligned with tiles would differ by up to a whole tile of the tallest config.
 """

@@ -23,19 +23,19 @@ class SafetuneError(Exception):
     """The base of every error that safetune raises on purpose.
 
     Attributes:
-        fix: what to do about it, where whoever raises it knows; `safetune doctor` says it.
+        fix: the remedy, if the code that raises it knows one; `safetune doctor` prints it.
     """
 
     fix = ""
 
     def with_fix(self, fix: str) -> Self:
-        """Return this error, which now says what to do about it."""
+        """Return this error, with a remedy."""
         self.fix = fix
         return self
 
 
 class InvalidConfig(SafetuneError, ValueError):
-    """A config, or a list of configs, that no launch of the kernel could accept."""
+    """No launch of the kernel could accept a config, or the list of configs."""
 
 
 class NoConfigs(InvalidConfig, IndexError):
@@ -84,8 +84,8 @@ class NoMemory(WorkerUnavailable):
 
 
 class DeviceUnavailable(WorkerUnavailable):
-    """A child must not use the device: its compute mode, MPS, or a stuck process forbids it; or
-    every launch fails there.
+    """A child cannot use the device: its compute mode, MPS or a stuck process forbids it, or every
+    launch fails there.
     """
 
 
@@ -176,7 +176,7 @@ class CaptureWarning(SafetuneWarning):
 
 
 class NothingToMeasure(SafetuneError):
-    """A call that launches no program, or has no element to read or write: any config will do."""
+    """A call launches no program, or has no element to read or write, so any config will do."""
 
     def __init__(self, kernel: str, key: str) -> None:
         super().__init__(
@@ -189,11 +189,11 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
     """Every config failed.
 
     Attributes:
-        outcomes: (config as text, `Outcome`) of each.
+        outcomes: pairs of a config as text and its `Outcome`.
         measured: the number of configs tried now; the other outcomes were stored before.
         transient: at least one config failed for a reason that may pass, such as memory.
-        first: the config that the caller launches anyway, so that Triton's own error comes out;
-            None if that is not safe. See `miss.failures.first_config`.
+        first: the config that the caller launches anyway, to get Triton's own error; None if that
+            is not safe. See `miss.failures.first_config`.
     """
 
     first: Any = None
@@ -223,7 +223,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
 
 
 def with_nearest(names: Iterable[object], known: Iterable[str]) -> str:
-    """Return wrong names as text for a message, each with the known name that is nearest."""
+    """Return wrong names as text for a message, each with the nearest known name."""
     import difflib  # only for an error
 
     by_lower = {name.lower(): name for name in known}

@@ -1,7 +1,7 @@
-"""What safetune says: warnings, its log, and lines of progress, all with one prefix.
+"""Warnings, the log and lines of progress, all with one prefix.
 
-The prefix is `safetune:`, or `safetune [rank 3]:` in one of several processes. A warning names the
-line of the program that led to it, not one of safetune's.
+The prefix is `safetune:`, or `safetune [rank 3]:` in one of several processes. A warning points to
+the program's line, not to one of safetune's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BETWEEN = frozenset(
 
 
 class Launcher(NamedTuple):
-    """The variables by which a launcher tells a process its rank, in all and on its node."""
+    """A launcher's variables for the rank of a process, in all and on its node."""
 
     rank: str
     ranks: str
@@ -42,7 +42,7 @@ class Launcher(NamedTuple):
     local_ranks: str
 
 
-#: A job's script under Slurm has SLURM_NTASKS too; only `srun` sets what is here.
+#: A job's script under Slurm has SLURM_NTASKS too; only `srun` sets these.
 LAUNCHERS = (
     Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher(*(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -53,10 +53,10 @@ LAUNCHERS = (
 
 
 def warn(text: str, category: type[SafetuneWarning], at: tuple[str, int] | None = None) -> None:
-    """Warn at the line of the program that is running, or at the file and line `at`.
+    """Warn at the program's current line, or at the file and line `at`.
 
-    Where the program's filters make the warning an error, it is raised, except in a thread of
-    safetune and at exit, where no code of the program would catch it.
+    Raises the warning if the program's filters make it an error, except in a thread of safetune and
+    at exit, where no code of the program would catch it.
     """
     frame = _frame_of_the_program()
     message = category(f"{prefix()}{text}")
@@ -91,13 +91,13 @@ def _frame_of_the_program() -> FrameType | None:
 
 
 def prefix() -> str:
-    """Return what begins each text for the user."""
+    """Return the beginning of each text for the user."""
     rank = _of_launcher("rank")
     return "safetune: " if rank is None else f"safetune [rank {rank}]: "
 
 
 def is_first_of_node() -> bool:
-    """Whether this process speaks for its node: it is alone there, or has the local rank 0."""
+    """Whether this process reports for its node: it is alone there, or has local rank 0."""
     return not _of_launcher("local_rank")
 
 
@@ -115,7 +115,7 @@ def _of_launcher(kind: Literal["rank", "local_rank"]) -> int | None:
 
 
 def notebook() -> Any:
-    """Return IPython's shell where this process is the kernel of a notebook; else None."""
+    """Return IPython's shell if this process is the kernel of a notebook; else None."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell if hasattr(shell, "kernel") else None
 
@@ -131,9 +131,9 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def tell(text: str) -> None:
-    """Say a line of progress: in the log where it takes INFO, else on standard error.
+    """Write a line of progress: to the log if it takes INFO, else to standard error.
 
-    Nothing is said where the log does not take warnings either, as under SAFETUNE_LOG=quiet.
+    Writes nothing if the log does not take warnings either, as with SAFETUNE_LOG=quiet.
     """
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
@@ -148,7 +148,7 @@ def _write(text: str) -> None:
 
 
 class _Lines(logging.Handler):
-    """Writes what no handler of the program gets, in place of logging's last resort."""
+    """Writes records that no handler of the program gets, instead of logging's last resort."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record on standard error."""

@@ -23,12 +23,12 @@ from safetune.messages import logger, warn
 
 
 class Mode(str, Enum):
-    """What a launch does whose key has no choice.
+    """The behaviour of a launch whose key has no choice.
 
     TUNE: measure the configs, then launch the choice.
     BACKGROUND: launch a fallback, and measure meanwhile; later launches use the choice.
     FROZEN: launch a choice or a fallback; never tune, start a process or write.
-    RECORD: launch as FROZEN does, and store the call for `safetune tune --recorded`.
+    RECORD: like FROZEN, and store the call for `safetune tune --recorded`.
     OFF: launch the first config; nothing is looked up or stored.
     """
 
@@ -40,7 +40,7 @@ class Mode(str, Enum):
 
 
 class PhantomPolicy(str, Enum):
-    """What happens to a name in `key` that the kernel never reads."""
+    """The treatment of a name in `key` that the kernel never reads."""
 
     DROP = "drop"
     KEEP = "keep"
@@ -48,7 +48,7 @@ class PhantomPolicy(str, Enum):
 
 
 class Isolation(str, Enum):
-    """Where the configs of a kernel are measured: see `safetune`."""
+    """The process that measures the configs of a kernel: see `safetune`."""
 
     WORKER = "worker"
     CONFIG = "config"
@@ -56,10 +56,10 @@ class Isolation(str, Enum):
 
 
 class MissPolicy(str, Enum):
-    """What a key without a choice does, whatever the mode says.
+    """The behaviour of a launch whose key has no choice; overrides the mode.
 
     FALLBACK: launch a fallback, and never tune.
-    WARN: as the mode says, with a warning.
+    WARN: follow the mode, with a warning.
     ERROR: raise `MissError`.
     """
 
@@ -69,7 +69,7 @@ class MissPolicy(str, Enum):
 
 
 class MeasurePolicy(str, Enum):
-    """How the fastest configs of a short kernel are timed, once screening has found them.
+    """The timing of a short kernel's fastest configs, after screening.
 
     EVENTS: each launch between two events, from a cold L2 cache.
     GRAPH: as replays of a CUDA graph, over copies of the arguments in turn.
@@ -94,7 +94,7 @@ VARIABLES = frozenset(
 
 Choice = TypeVar("Choice", bound=Enum)
 
-#: By value of SAFETUNE_LOG the level of the log. Without the variable it is the program's.
+#: The log's level for each value of SAFETUNE_LOG. Without the variable the program sets it.
 LOG_LEVELS = {"quiet": logging.ERROR, "info": logging.INFO, "debug": logging.DEBUG}
 
 
@@ -157,26 +157,26 @@ def parse_kernels(name: str, value: str) -> frozenset[str]:
     if wrong := sorted(part for part in names if not re.fullmatch(r"[\w.<>*?]+", part)):
         raise InvalidSetting(
             f"{name} has {wrong[0]!r}, which is not the name of a kernel; give my_kernel, "
-            "my_package.my_module.my_kernel, or my_package.* for all of a package"
+            "my_package.my_module.my_kernel, or my_package.* for a whole package"
         )
     return names
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """What the search for one key may take: a number of configs in all, or seconds at a time."""
+    """The limit of the search for one key: a number of configs in all, or seconds per search."""
 
     configs: int | None = None
     seconds: float = math.inf
 
     @classmethod
     def parse(cls, owner: str, budget: object) -> SearchBudget | None:
-        """Return a budget as it is written: `200` configs, or a time as `90s`, `5m` and `1h`.
+        """Parse a budget: `200` configs, or a time such as `90s`, `5m` or `1h`.
 
         None, for all configs, stays None.
 
         Raises:
-            InvalidSetting: it is neither; `owner` says where it was written.
+            InvalidSetting: it is neither; the message names `owner`.
         """
         if budget is None or isinstance(budget, cls):
             return budget
@@ -193,10 +193,10 @@ class SearchBudget:
         )
 
     def remaining(self, tried: int, new: int, elapsed_s: float) -> int:
-        """Return how many configs more may be measured; of seconds, as fast as until now.
+        """Return the number of configs that may still be measured; for seconds, at the rate so far.
 
         Args:
-            tried, new: the configs with an outcome, and those of them tried in `elapsed_s`.
+            tried, new: the configs with an outcome, and the ones tried in `elapsed_s`.
         """
         if self.configs is not None:
             return self.configs - tried
@@ -207,7 +207,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class SharedKind(str, Enum):
-    """What keeps the records of a shared store."""
+    """The kinds of shared stores."""
 
     DIRECTORY = "directory"
     POSTGRES = "postgres"
@@ -215,7 +215,7 @@ class SharedKind(str, Enum):
 
 
 def shared_kind(url: str) -> SharedKind:
-    """Return the kind of shared store that a URL names; fsspec opens every scheme but ours."""
+    """Return the kind of shared store that a URL names; fsspec opens every scheme except ours."""
     scheme = url.partition("://")[0]
     if scheme in ("postgresql", "postgres"):
         return SharedKind.POSTGRES
@@ -249,7 +249,7 @@ def check_url(url: str) -> str:
 def display_url(url: str) -> str:
     """Return a URL for messages: without user, password and parameters.
 
-    A password may contain any character; where its limits are ambiguous, nothing of it is shown.
+    A password may contain any character; if its end is ambiguous, the URL is not shown.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -262,7 +262,7 @@ def display_url(url: str) -> str:
     return f"{scheme}://{re.split('[?#]', location)[0]}"
 
 
-#: What a server means by an SQLSTATE.
+#: The meaning of a server's SQLSTATE.
 _REFUSALS = {
     "25006": "the server only reads",
     "28000": "the server does not let this user in",
@@ -277,7 +277,7 @@ _REFUSALS = {
 }
 
 
-#: The same where there is no connection, and so no SQLSTATE: by a part of the driver's text.
+#: The same without a connection, and so without an SQLSTATE, by a part of the driver's text.
 _NO_CONNECTION = {
     "Connection refused": "nothing listens there",
     "too many clients": _REFUSALS["53300"],
@@ -292,9 +292,9 @@ _NO_CONNECTION = {
 
 
 def driver_error(error: BaseException) -> str:
-    """Return what is shown of a driver's error: a sentence of ours, its class and its SQLSTATE.
+    """Return a driver's error for messages: a sentence of ours, its class and its SQLSTATE.
 
-    Its own text may have a part of the password in it, taken for something else.
+    Its own text may contain a part of the password, mistaken for something else.
     """
     code, number = getattr(error, "sqlstate", None), getattr(error, "errno", None)
     if isinstance(number, int):
@@ -333,11 +333,11 @@ class Settings:
     same_bits: bool = False
 
     def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
-        """Return the policy of a tuner that has `on_miss` for a key without a choice."""
+        """Return a tuner's policy for keys without a choice; its own `on_miss` wins."""
         return on_miss or self.on_miss
 
     def measure_of(self, measure: MeasurePolicy | None) -> MeasurePolicy | None:
-        """Return how a tuner that has `measure` times short kernels; None where nothing says."""
+        """Return a tuner's timing of short kernels; its own `measure` wins. None: not set."""
         return measure or self.measure
 
     def same_bits_of(self, same_bits: bool | None) -> bool:
@@ -345,7 +345,7 @@ class Settings:
         return self.same_bits if same_bits is None else same_bits
 
     def tunes(self, on_miss: MissPolicy | None) -> bool:
-        """Whether a tuner that has `on_miss` tunes a key, at once or in the background."""
+        """Whether a tuner with this `on_miss` tunes keys, at once or in the background."""
         tuned = self.mode in (Mode.TUNE, Mode.BACKGROUND)
         return tuned and self.policy_of(on_miss) in (None, MissPolicy.WARN)
 
@@ -359,7 +359,7 @@ class Settings:
 
 
 class _Configured(NamedTuple):
-    """The mode and the policies where the environment does not say."""
+    """The mode and the policies that apply if the environment does not set them."""
 
     mode: Mode = Mode.TUNE
     on_miss: MissPolicy | None = None
@@ -377,14 +377,14 @@ def configure(
     measure: str | None = None,
     same_bits: bool | None = None,
 ) -> None:
-    """Set the mode of this process, or a policy of it, unless the environment sets it.
+    """Set the mode or a policy of this process, unless the environment sets it.
 
     It applies to launches of all kernels whose config is not decided yet. The last call counts; an
     omitted argument changes nothing.
 
     Args:
         mode: like SAFETUNE_MODE. With `off`, a launch uses the first config that pruning leaves,
-            and nothing is looked up, stored or started.
+            and safetune looks up, stores and starts nothing.
         on_miss: like SAFETUNE_ON_MISS.
         measure: like SAFETUNE_MEASURE.
         same_bits: like SAFETUNE_SAME_BITS.
@@ -405,7 +405,7 @@ def configure(
     _configured = _configured._replace(**given)
 
 
-#: All that the settings depend on, beside torch.distributed and `configure`.
+#: All variables that the settings depend on; torch.distributed and `configure` come on top.
 _READ = (*sorted(VARIABLES), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME", "XDG_CACHE_HOME")
 
 
@@ -453,13 +453,13 @@ def _log_level(value: str | None) -> int | None:
     return None if value is None else LOG_LEVELS[value]
 
 
-#: What SAFETUNE_LOG has set, and the program's own level before that.
+#: The level that SAFETUNE_LOG has set, and the program's own level before.
 _log_level_set: int | None = None
 _log_level_before = logging.NOTSET
 
 
 def _set_log_level(level: int | None) -> None:
-    """Set the level of the log, or the program's again where the variable is gone."""
+    """Set the level of the log, or restore the program's if the variable is gone."""
     global _log_level_set, _log_level_before
     if _log_level_set is None:
         _log_level_before = logger.level
@@ -494,14 +494,14 @@ def _distributed_size() -> int:
 
 
 def distributed() -> Any:
-    """Return torch.distributed where the program has initialised it, else None; imports nothing."""
+    """Return torch.distributed if the program has initialised it, else None; imports nothing."""
     found = sys.modules.get("torch.distributed")
     # The function is missing in builds of torch without it, and during the import.
     return found if getattr(found, "is_initialized", bool)() else None
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in a variable that a launcher sets, not ours."""
+    """Return the number in a launcher's variable."""
     text = given.get(name, str(default))
     if not (text.isdecimal() and int(text) > 0):
         _warn(f"{name}={text!r} is not a positive integer; using {default}")
@@ -531,7 +531,7 @@ _START = _working_directory()
 
 
 def _directory(name: str) -> Path:
-    """Return a directory as an absolute path; as it is where there is no such home directory."""
+    """Return a directory as an absolute path; unchanged if its home directory does not exist."""
     path = os.path.expanduser(name)
     return Path(path if path.startswith("~") else os.path.normpath(os.path.join(_START, path)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from typing import Any
@@ -50,11 +51,14 @@ GROUPS = {
 #: The exit code that shells give a program that SIGINT ended.
 INTERRUPTED = 130
 
+#: That of a program that SIGPIPE ended.
+READER_GONE = 141
+
 
 class _Group(click.Group):
-    """Turns every error into one line and an exit code: 1 no working config, 2 the rest.
+    """Prints every error as one line and sets the exit code: 1 for no working config, else 2.
 
-    With --json, also into JSON on standard output, unless the result is there already.
+    With --json, prints it as JSON too, unless the result is printed already.
     """
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -76,7 +80,10 @@ class _Group(click.Group):
         try:
             with warnings_as_lines():
                 return super().invoke(context)
-        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except BrokenPipeError:  # as by `head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+            sys.exit(READER_GONE)
+        except (click.exceptions.Exit, click.Abort):
             raise  # click answers its own exceptions
         except click.ClickException as error:
             _print_error(context, error, error.format_message())

@@ -62,7 +62,7 @@ class _Dated(NamedTuple):
 @click.option(
     "--failures",
     is_flag=True,
-    help="Only the outcomes of configs that crashed or hung, or took the machine down: they are "
+    help="Only outcomes of configs that crashed, hung or took the machine down, so that they are "
     "tried again.",
 )
 @stored.shared_option("Delete them in the shared store too.")
@@ -86,7 +86,7 @@ def clear(
         raise click.UsageError("Give a KERNEL, or --unused-for TIME for the keys of all kernels.")
     if failures and shared:
         raise click.UsageError(
-            "--failures and --shared do not go together: choices alone are shared."
+            "--failures and --shared exclude each other: only choices are shared."
         )
     store = stored.open_store()
     before = math.inf if unused_s is None else time.time() - unused_s
@@ -157,7 +157,7 @@ def _ask(kernel: str | None, keys: Sequence[_Dated]) -> None:
     """Raise, or end the command, unless the user at a terminal agrees."""
     groups: dict[tuple[str, str], list[_Dated]] = {}
     for key in keys:
-        file = key.key.kernel_file or "a file that is not known"
+        file = key.key.kernel_file or "an unknown file"
         groups.setdefault((key.key.kernel_name, file), []).append(key)
     lines = [f"{name}, {file}: {_summary(group)}" for (name, file), group in groups.items()]
     if kernel is not None and len(groups) > 1:

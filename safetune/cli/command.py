@@ -51,7 +51,7 @@ def examples(*lines: str) -> str:
 
 
 class _Command(click.Command):
-    """Refuses an option or a path without text, as of a variable that is not set.
+    """Refuses an empty option or path, such as an unset variable of a shell gives.
 
     It would mean something else: all devices, the working directory.
     """
@@ -97,7 +97,7 @@ def in_another_process(*arguments: str) -> list[str]:
 
 
 class Number(click.FloatRange):
-    """A number in a range; for click, NaN is in each."""
+    """A number in a range; click alone accepts NaN in every range."""
 
     def convert(self, value: Any, parameter: Any, context: Any) -> Any:
         """Return the number."""
@@ -109,14 +109,14 @@ class Number(click.FloatRange):
 
 @dataclass(frozen=True)
 class Filter:
-    """The keys that a command is for; an empty field matches every key."""
+    """The keys that a command selects; an empty field matches every key."""
 
     kernel: Sequence[str] = ()
     device: str = ""
     file: str = ""
 
     def matches(self, key: KeyRecord) -> bool:
-        """Whether a key is of such a kernel, on such a device, and its kernel in such a file."""
+        """Whether a key's kernel, device and file match."""
         return (
             (not self.kernel or key.kernel_name in self.kernel)
             and self.device.lower() in str(key.device["name"]).lower()

@@ -49,13 +49,13 @@ _MOST_LISTED = 10
 def coverage_command(
     target: tuple[str, ...], database: Path | None, fail_under: float | None
 ) -> None:
-    """Show which of the calls that SAFETUNE_MODE=record has recorded have a choice.
+    """Show how many of the calls recorded by SAFETUNE_MODE=record have a choice.
 
-    A call is launched with the choice of its key in the store (exact) or in a pack, with that of
-    the nearest key of its kernel, or with the first config (nothing); it has changed if its kernel
-    was edited, refuses it, or is gone. Kernels are imported for that, from TARGET or from the
-    modules that defined them. With --fail-under, a call whose kernel could not be imported is one
-    without a choice, and so are calls that were lost.
+    A frozen process launches a call with the choice of its key from the store (exact) or a pack,
+    with the choice of the nearest key of its kernel, or with the first config (nothing). A call has
+    changed if its kernel was edited, rejects it, or is gone. To see that, the command imports the
+    kernels, from TARGET or from the modules that defined them. For --fail-under, calls whose kernel
+    could not be imported and lost calls have no choice.
     """
     from safetune.store.local.store import Store
 
@@ -81,7 +81,7 @@ def coverage_command(
 
 
 def _use_interpreter_as_recorded(calls: Sequence[RecordedCall], keys: Sequence[KeyRecord]) -> None:
-    """Have Triton interpret kernels where all calls were recorded so, and the user has no wish."""
+    """Switch to Triton's interpreter if all calls come from it and the user has not decided."""
     of_calls = {call.key for call in calls}
     devices = {key.device["name"] for key in keys if key.digest in of_calls}
     if devices == {INTERPRETER}:
@@ -89,7 +89,7 @@ def _use_interpreter_as_recorded(calls: Sequence[RecordedCall], keys: Sequence[K
 
 
 def _lost(store: Store) -> list[str]:
-    """Return what is not among the recorded calls, though the program may have made it."""
+    """Return a line for each way in which calls of the program may not have been recorded."""
     rows = counts(store).get("call", 0)
     lines = []
     if damaged := rows - len(store.calls()):

@@ -27,7 +27,7 @@ def demo(copy: Path | None) -> None:
     """Tune kernels with configs that crash or hang, in a store that is deleted at the end.
 
     Tunes the shipped layer norm kernels for two shapes and a vector addition, then runs both again:
-    nothing is measured twice. Takes half a minute, on a GPU or in Triton's interpreter. Exits with
+    nothing is measured twice. Takes about a minute, on a GPU or in Triton's interpreter. Exits with
     1 if any of this fails.
     """
     folder = _folder()

@@ -1,7 +1,7 @@
-"""How far a sweep is, in all its processes.
+"""The progress of a sweep, in all its processes.
 
-A process that tunes says what it does. A worker of several tells its parent how many configs it has
-tried, and the parent says how far all are together.
+A tuning process shows its own progress. A worker reports the number of configs that it has tried to
+its parent, which shows the progress of all workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARGIN_S = 600.0
 
 
 def counts_of(tunings: Iterable[Planned]) -> Counts:
-    """Return how much a plan has of each key."""
+    """Return the amount of work that a plan has for each key."""
     counts: dict[str, tuple[int, int]] = {}
     for planned in tunings:
         number, new = counts.get(planned.key, (0, 0))
@@ -40,7 +40,7 @@ def counts_of(tunings: Iterable[Planned]) -> Counts:
 
 
 class Sweep:
-    """How far a sweep is: the tuning of this process, or what its workers tell."""
+    """The progress of a sweep: of this process's tunings, or as its workers report it."""
 
     def __init__(
         self, most_s: float = math.inf, clock: Callable[[], float] = time.monotonic
@@ -63,16 +63,16 @@ class Sweep:
         self._ended += "facts" in event
 
     def plan(self, counts: Counts) -> None:
-        """Note what this process has to do."""
+        """Record the work of this process."""
         self._planned = counts
 
     def begin(self, kernel: str, key: str) -> None:
-        """Go on with the next tuning."""
+        """Start the next tuning."""
         self.end()
         self._number, self._name, self._key = self._number + 1, kernel, key
 
     def watch(self, tally: Tally) -> None:
-        """Say what the tally of the tuning says."""
+        """Show the tally of the tuning."""
         self._tally = tally
 
     def end(self) -> None:
@@ -88,12 +88,12 @@ class Sweep:
 
     @property
     def failed(self) -> int:
-        """How many of them failed."""
+        """The number of them that failed."""
         return self._bad + (self._tally.failed if self._tally else 0)
 
     @property
     def stuck_after_s(self) -> float:
-        """How long nothing may change: a tuning gives up what takes longer."""
+        """The longest time without a change; a tuning gives up anything that takes longer."""
         if not self._name or (self._tally and self._tally.waits_for):
             return math.inf
         limits = self._tally.request.limits if self._tally else None
@@ -101,11 +101,13 @@ class Sweep:
 
     @property
     def steps(self) -> tuple[object, ...]:
-        """What changes whenever something happens."""
+        """A value that changes with every event."""
         return self._number, self._name, self._tally and self._tally.steps
 
     def how_far(self) -> HowFar | None:
-        """Return how far all tunings are, and the best time of the present one; None before a plan.
+        """Return the progress of all tunings, with the best time of the current one.
+
+        None before a plan.
 
         The time left is at most the time that the command has.
         """
@@ -133,13 +135,13 @@ class Sweep:
 
 
 def end_process(seconds: float) -> None:
-    """End this process, in which a call does not return: other workers then have its keys."""
+    """End this process, because a call does not return; other workers take its keys."""
     echo(f"Error: nothing has happened for {seconds:.0f} s; this process ends", err=True)
     os._exit(2)
 
 
 class Teller:
-    """Tells the parent of a worker how far it is, and ends a worker in which nothing happens."""
+    """Reports a worker's progress to its parent, and ends a worker in which nothing happens."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a command prints: one JSON document with --json, else blocks for people."""
+"""The output of a command: one JSON document with --json, else blocks for people."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _since(_: click.Context, __: click.Parameter, text: str | None) -> float:
     help="Only choices made on this day or later.",
 )
 @click.option("--disputed", is_flag=True, help="Only choices whose result is disputed.")
-@shared_option("List what the shared store has, in place of this node's choices.")
+@shared_option("List what the shared store has, instead of this node's choices.")
 @click.option(
     "--sort",
     type=click.Choice(list(_SORTS)),
@@ -67,9 +67,9 @@ def list_choices(
 ) -> None:
     """List the stored choices, one row per kernel, arguments and device.
 
-    Kernels of one name are told apart by file, line and digest. Of a kernel whose source has
-    changed, only the source that was tuned last is listed. Choices in the directories of
-    SAFETUNE_PACKS are listed for keys that have none in the store.
+    File, line and digest distinguish kernels of one name. If a kernel's source has changed, only
+    the source that was tuned last is listed. For keys without a choice in the store, choices in
+    the directories of SAFETUNE_PACKS are listed.
     """
     entries = [
         entry

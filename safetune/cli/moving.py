@@ -53,9 +53,9 @@ def export(
     """Write the stored choices to DIR, one file per kernel and device.
 
     With a FILE, whose name ends in .json, writes the choices of one kernel and device. With
-    --format, writes the tables of vLLM, SGLang or Hugging Face kernels to DIR. With --into, what
-    DIR or FILE has already stays: of two choices for the same key and configs the later generation
-    wins, then the one made first.
+    --format, writes tables of vLLM, SGLang or Hugging Face kernels to DIR. With --into, merges them
+    with the choices in DIR or FILE: of two choices for the same key and configs the later
+    generation wins, then the one made first.
     """
     if failures is not None:
         if path is not None or into is not None or kind != tables.PACK:
@@ -114,7 +114,7 @@ def import_(
 
 
 def all_choices() -> list[StoredChoice]:
-    """Return every choice that a launch can find here: in the store, or in a pack."""
+    """Return every choice that a launch can find on this machine: in the store, or in a pack."""
     from safetune.store.packs.packs import shipped
 
     own = shipped()
@@ -132,14 +132,14 @@ def _stored() -> list[StoredChoice]:
 
 
 def _merged(paths: Iterable[Path], stored: Iterable[StoredChoice] = ()) -> list[StoredChoice]:
-    """Return the choices in some packs or databases, merged with those that are stored."""
+    """Return the choices in some packs or databases, merged with the stored ones."""
     from safetune.store.packs import exchange
 
     return exchange.merged(stored, *(_reported(exchange.collect(path)) for path in paths))
 
 
 def _reported(collected: Collected) -> list[StoredChoice]:
-    """Return the collected choices; print a warning for each that is left out."""
+    """Return the collected choices; print a warning for each omitted one."""
     for line in collected.left_out:
         echo(f"Warning: left out: {line}", err=True)
     return collected.entries

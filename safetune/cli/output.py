@@ -1,6 +1,6 @@
-"""What the command says beside its result: lines, and errors and warnings as one line each.
+"""Output of a command beside its result: lines, and one line for each error and warning.
 
-Text goes through `visible`, as in `emit`: it may come from a file that anybody wrote.
+All text goes through `visible`, because it may come from a file that anybody wrote.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def typed(error: BaseException) -> str:
 def location_of(error: BaseException) -> str:
     """Return ` (file:line)`: the innermost line of the user's code, else of a library.
 
-    Lines of the import machinery and of safetune, but for its kernels, do not count.
+    Lines of the import machinery and of safetune, except its kernels, do not count.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
@@ -78,7 +78,7 @@ def location_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Print warnings, and what safetune logs as one, as one line each, without source.
+    """Print warnings, and safetune's log records of that level, as one line each, without source.
 
     Characters that the terminal's encoding lacks are printed as escapes.
     """
@@ -126,9 +126,9 @@ def prints_to_stderr() -> Iterator[None]:
 
 
 def open_closed_streams() -> None:
-    """Have the standard streams that the caller has closed lead nowhere.
+    """Open the standard streams that the caller has closed on the null device.
 
-    Else a file or a pipe gets their numbers, and what is printed goes there.
+    Otherwise a file or a pipe gets their numbers, and printed text ends up there.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -141,7 +141,7 @@ def open_closed_streams() -> None:
 
 
 def forget_bad_width() -> None:
-    """Unset $COLUMNS where it is not a width: at 0, as without a terminal, tables have no text."""
+    """Unset $COLUMNS if it is no width: at 0, as without a terminal, tables would have no text."""
     text = os.environ.get("COLUMNS", "")
     if not (text.isdecimal() and int(text)):
         os.environ.pop("COLUMNS", None)

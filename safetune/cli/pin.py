@@ -51,9 +51,9 @@ def _pairs(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[
 def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]) -> None:
     """Launch KERNEL with the config that has these values, whatever is measured.
 
-    The config is one of those that were tried for a key of KERNEL; as many values are enough as
-    no other config has. Without --key, it is pinned for all keys. A pinned choice is not tuned
-    again, and no choice of another node replaces it; `safetune clear` removes it.
+    Name enough values to tell the config from the others. It must have been tried for a key of
+    KERNEL. Without --key, it is pinned for all keys. Neither a tuning nor a choice of another node
+    replaces a pinned choice; `safetune clear` removes it.
     """
     from safetune.store.packs import exchange
 
@@ -85,7 +85,7 @@ def _digests(keys: Sequence[KeyRecord]) -> set[str]:
 
 
 def _configs(store: Store, kernel: str, digest: str) -> Configs:
-    """Return the configs that a source of a kernel was tried or launched with."""
+    """Return the configs that were tried or launched for a source of a kernel."""
     tried: Sequence[tuple[KeyRecord, Sequence[TrialRecord | ChoiceRecord]]] = [
         *store.trials_of(kernel),
         *((entry.key, [entry.choice]) for entry in store.choices_of_lists(kernel)),
@@ -138,7 +138,7 @@ def _only(kernel: str, configs: Configs, wanted: Mapping[str, str]) -> tuple[str
 
 
 def _pinned(store: Store, key: KeyRecord, digest: str, config: dict[str, Any]) -> StoredChoice:
-    """Return the choice of a config for a key; raises `TargetError` where it is known to fail."""
+    """Return the choice of a config for a key; raises `TargetError` if it is known to fail."""
     trials = [trial for trial in store.trials(key.digest) if trial.config_digest == digest]
     outcome = trials[-1].outcome if trials else None
     if outcome is not None and not outcome.ok:

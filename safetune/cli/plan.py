@@ -1,4 +1,4 @@
-"""What `safetune tune --dry-run` prints: a plan."""
+"""The output of `safetune tune --dry-run`: a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(plan: Plan, left_out: Sequence[LeftOut]) -> None:
-    """Print every tuning of a plan, and what is left to do in all."""
+    """Print every tuning of a plan, and the remaining work in all."""
     tunings = [
         {
             **{name: getattr(tuning, name) for name in ("kernel", "shape", "dtype", "key")},
@@ -57,7 +57,7 @@ def _row(
 
 
 def _in_all(plan: Plan) -> str:
-    """Return what a plan leaves to do, as one line."""
+    """Return the remaining work of a plan as one line."""
     kernels = len({tuning.kernel for tuning in plan.tunings})
     parts = [
         f"{counted(len(plan.tunings), 'tuning')} of {counted(kernels, 'kernel')}",

@@ -55,9 +55,8 @@ def _share(_: click.Context, __: click.Parameter, text: str) -> float:
 def prune_command(target: str, within: float, keep: int | None, only: Filter) -> None:
     """Find a short list of configs that keeps every stored key fast, and print it as source.
 
-    TARGET is package.module:kernel or file.py:kernel, or the name of a stored kernel. All keys
-    count, of every device and dtype that is stored; each weighs by its time in runs with
-    SAFETUNE_MODE=record.
+    TARGET is package.module:kernel or file.py:kernel, or the name of a stored kernel. The stored
+    keys of every device and dtype count, weighed by their time in runs with SAFETUNE_MODE=record.
     """
     from safetune.offline import shares, shortlist
 
@@ -119,7 +118,7 @@ def _kernel(target: str, stored: Sequence[str]) -> OfflineKernel | None:
 
 
 def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configs that a kernel declares, in order; warn where stored ones lack."""
+    """Return the configs that a kernel declares, in order; warn if stored ones are missing."""
     from safetune.config import config_digest, config_record
 
     records = {config_digest(config): config_record(config) for config in kernel.tuner.configs}
@@ -133,7 +132,7 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
 
 
 def _won(keys: Sequence[Measured], digest: str, kept: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the keys on which a dropped config was the fastest, and what they lose."""
+    """Return the keys on which a dropped config was the fastest, and their slowdown without it."""
     return [
         {
             "call": call_data(key.key.call),
@@ -147,7 +146,7 @@ def _won(keys: Sequence[Measured], digest: str, kept: Iterable[str]) -> list[dic
 
 
 def _blocks(data: Mapping[str, Any], wins: Sequence[int], by_time: bool) -> Iterator[Block]:
-    """Yield how many configs stay and what that costs, the configs, and the list as source."""
+    """Yield the number of remaining configs and its cost, the configs, and the list as source."""
     keys = counted(data["keys"], "key")
     yield (
         f"{data['kernel']}: {len(data['kept'])} of {counted(data['declared'], 'config')} stay, "
@@ -176,7 +175,7 @@ def _cost_words(
 
 
 def _config_blocks(data: Mapping[str, Any], wins: Sequence[int]) -> Iterator[Block]:
-    """Yield the configs that stay, and the keys on which each dropped one was the fastest."""
+    """Yield the remaining configs, and the keys on which each dropped one was the fastest."""
     stays = [
         {
             "config": config_words(config),

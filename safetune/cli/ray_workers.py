@@ -64,7 +64,7 @@ class Actor:
     _worker: LocalWorker
 
     def node(self) -> str:
-        """Return where it is."""
+        """Return its place."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
@@ -83,7 +83,7 @@ class Actor:
         yield from self._worker.tune(key)
 
     def finish(self) -> Iterator[Event]:
-        """Ask it to end."""
+        """Ask the worker to end."""
         yield from self._worker.finish()
 
 
@@ -107,7 +107,7 @@ class _RayWorker:
         self._sizes, self._places = sizes, places
 
     def plan(self) -> Iterator[Event]:
-        """Yield its events until its plan is made, which begins when Ray has placed it."""
+        """Yield its events until its plan is made. Ray places the actor first."""
         import ray
 
         try:
@@ -124,11 +124,11 @@ class _RayWorker:
         return self._told("tune", key)
 
     def finish(self) -> Iterator[Event]:
-        """Yield its events until it has ended."""
+        """Yield its events until it ends."""
         return self._told("finish")
 
     def stop(self) -> None:
-        """End its actor, and the process that it has started."""
+        """End its actor, and the actor's process."""
         import ray
 
         ray.kill(self._actor)

@@ -1,4 +1,4 @@
-"""What `safetune tune` prints at the end: the tunings of its process and of its workers."""
+"""The final output of `safetune tune`: the tunings of its process and of its workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_TITLE = ("kernel", "shape", "dtype")
 class Report:
     """The finished tunings, printed at the end: for each its facts, and a row for each config.
 
-    With `everything`, every config is printed. A worker has a function that tells its parent.
+    With `everything`, prints every config. A worker has a function that reports to its parent.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Report:
         self.not_begun: list[dict[str, str]] = []
 
     def begin(self, tunings: Sequence[Planned]) -> None:
-        """Tell which tunings are planned, and which recorded calls are not among them."""
+        """Record the planned tunings, and the recorded calls that are not among them."""
         if self.tell is not None:
             names = ("words", "reason", "failed")
             left_out = [{name: getattr(left, name) for name in names} for left in self.left_out]
@@ -251,7 +251,7 @@ def _summary(
 
 
 def _news(tuning: Mapping[str, Any]) -> str:
-    """When it was tuned, if before this command."""
+    """The date of the tuning, if it was before this command."""
     is_old = tuning["choice"] is not None and not tuning["measured"]
     if is_old and tuning["pinned"]:
         return f"pinned {date(tuning['created'])}"

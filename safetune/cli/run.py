@@ -45,7 +45,7 @@ def run_command(
     """Run SCRIPT with every triton.autotune replaced by safetune's.
 
     This includes the Python processes that SCRIPT starts, such as torchrun's workers. At exit, each
-    process that met a kernel reports on stderr what it tuned.
+    process with a kernel reports its tunings on stderr.
     """
     settings = Settings.current()  # a bad variable is an error before the program starts
     left = settings.leave | parse_kernels("--leave", ",".join(leave))

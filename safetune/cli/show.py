@@ -63,11 +63,10 @@ def show(
     as_python: bool,
     page: Path | None,
 ) -> None:
-    """Explain the choices for KERNEL: the key, where each is from, its gain, the trials.
+    """Explain the choices for KERNEL: key, origin, gain and trials.
 
-    Prints a row for each key, and for a single key, or with --all, every config with its verdict,
-    its time, and a bar for its speed. For a config that was tried more than once, it shows the last
-    trial.
+    Prints a row for each key. For a single key, or with --all, prints every config with the
+    verdict, time and a bar for the speed of its last trial.
     """
     store = open_store()
     stored = keys_of(store, kernel)
@@ -129,7 +128,7 @@ def _data(stored: StoredKey) -> Iterator[dict[str, Any]]:
 
 
 def _classes_of_names(key: KeyRecord) -> str:
-    """Return what the text of the kernel's file says of each key name now; empty if nothing."""
+    """Return the class of each key name by the file's present text; empty if unknown."""
     return _classes_in(key.kernel_file, key.kernel_name)
 
 

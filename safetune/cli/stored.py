@@ -1,7 +1,7 @@
 """Opens the store for every command.
 
-No command here creates a database; where there is no file, the store is empty. Commands look into
-its tables with sqlite-utils, which a launch never imports.
+No command here creates a database; without a file the store is empty. Commands read its tables with
+sqlite-utils, which a launch never imports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def kernel_argument(required: bool = True) -> Option:
 
 
 def located(writes: bool = False) -> Location:
-    """Return where choices are kept."""
+    """Return the place of the choices."""
     from safetune.store.local.db_files import locate
 
     return locate(Settings.current(), writes=writes)
@@ -78,7 +78,7 @@ def shared_option(text: str) -> Option:
 
 
 def shared_store() -> SharedStore | None:
-    """Return the store that several nodes share; None without one."""
+    """Return the shared store; None without one."""
     from safetune.store.shared.opening import open_shared
 
     url = located().shared(Settings.current())
@@ -86,7 +86,7 @@ def shared_store() -> SharedStore | None:
 
 
 def copy_of_shared() -> Store:
-    """Return what the shared store has, in memory; raises `TargetError` without one."""
+    """Return the contents of the shared store, in memory; raises `TargetError` without one."""
     from safetune.store.local.store import Store
     from safetune.store.shared import local_copy
 
@@ -99,9 +99,9 @@ def copy_of_shared() -> Store:
 
 
 def open_store(writes: bool = False) -> Store:
-    """Return the store, or an empty one where there is no database, unless it is written to.
+    """Return the store; without a database an empty one, unless the command writes.
 
-    With the choices of all nodes, where the cache directory is on a network.
+    If the cache directory is on a network, it has the choices of all nodes.
     """
     from safetune.store.local.store import Store
 
@@ -121,7 +121,7 @@ def open_store(writes: bool = False) -> Store:
 
 
 def counts(store: Store) -> dict[str, int]:
-    """Return how many rows each table has."""
+    """Return the number of rows of each table."""
     from safetune.store.local.reading import tables
 
     with tables(store.connection) as database:
@@ -129,7 +129,7 @@ def counts(store: Store) -> dict[str, int]:
 
 
 def newest_rows(store: Store) -> dict[str, float]:
-    """Return when the newest trial, choice or recorded call of each key was made."""
+    """Return the time of the newest trial, choice or recorded call of each key."""
     from safetune.store.local.reading import tables
 
     with tables(store.connection) as database:
@@ -146,7 +146,7 @@ def shrink(store: Store) -> None:
 
 
 def check_some(kernel: str, store: Store, matching: Sequence[object]) -> None:
-    """Raise `TargetError` unless something that is stored of a kernel matches the options."""
+    """Raise `TargetError` unless a stored key of a kernel matches the options."""
     if matching:
         return
     names = store.kernels()

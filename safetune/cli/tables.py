@@ -19,7 +19,7 @@ _TABLES = ("vllm", "sglang", "hf")
 
 
 def _names(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    """Return the names in the key by those in the tables, of `M=n_tokens`."""
+    """Return the key's names by the tables' names, from `M=n_tokens`."""
     for text in texts:
         if not all(text.partition("=")):
             raise click.BadParameter(f"{text!r} is not TABLE=KEY, as in M=n_tokens")
@@ -47,7 +47,7 @@ names_option: Option = click.option(
 def of_choices(
     entries: Sequence[StoredChoice], path: Path, kind: str, names: dict[str, str]
 ) -> dict[Path, tuple[str, int]]:
-    """Return the tables of others with some choices, by their paths, and the sizes of each."""
+    """Return another project's tables of some choices, by path, with the size of each."""
     from safetune.store.packs import tables
 
     found = tables.tables_of(entries, tables.Kind(kind), names)
@@ -59,7 +59,7 @@ def read(
 ) -> list[StoredChoice]:
     """Return the choices of other projects' files for the stored keys of TARGET's kernels."""
     if target is None:
-        raise click.UsageError(f"--format {kind} needs --target: whose keys the choices are for.")
+        raise click.UsageError(f"--format {kind} needs --target, the kernels of the choices.")
     from safetune.cli import targets
     from safetune.offline import foreign
     from safetune.store.packs import tables

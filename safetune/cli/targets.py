@@ -31,7 +31,7 @@ def workload_options(required: bool) -> Callable[[Callable[..., Any]], Callable[
     """Add TARGETs, and the options that choose among their workloads.
 
     Args:
-        required: a TARGET is; else the command can also do recorded calls.
+        required: a TARGET must be given; otherwise the command also takes recorded calls.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def workload_options(required: bool) -> Callable[[Callable[..., Any]], Callable[
 def check_wanted(
     target: Sequence[str], shape: Sequence[str], dtype: Sequence[str], recorded: bool
 ) -> None:
-    """Raise a usage error where the command line names neither workloads nor recorded calls."""
+    """Raise a usage error if the command line names neither workloads nor recorded calls."""
     if not (target or recorded):
         raise click.UsageError("Missing argument 'TARGET...'.")
     if recorded and (shape or dtype):
@@ -77,10 +77,10 @@ class Named(NamedTuple):
 
 
 def recorded(store: Store, target: Sequence[str]) -> tuple[list[RecordedCall], list[OfflineKernel]]:
-    """Return the recorded calls, of the kernels of TARGETs if any, and these kernels.
+    """Return the recorded calls, only of the kernels of TARGETs if there are any, and the kernels.
 
-    A call of a file whose kernel is gone is among them, and none of a kernel that is left to
-    Triton. Raises `TargetError` without one.
+    This includes calls whose kernel is gone from its file, and excludes kernels that are left to
+    Triton. Raises `TargetError` if there is no call.
     """
     from safetune.keys.left_kernels import is_left_by_name
     from safetune.offline.replay import keep_as_recorded
@@ -100,10 +100,10 @@ def recorded(store: Store, target: Sequence[str]) -> tuple[list[RecordedCall], l
 
 
 def _is_of(call: RecordedCall, file: str, named: Named) -> bool:
-    """Whether a recorded call, of a kernel in `file`, is of what TARGETs name.
+    """Whether TARGETs name the kernel of a recorded call, which was in `file`.
 
-    Its kernel may have been edited, or be gone. A kernel of the same name is another one where
-    another file still has it.
+    Its kernel may have been edited, or be gone. If another file still has the kernel, a kernel of
+    the same name is a different one.
     """
     digest = call.arguments.get("kernel")
     for kernels in (named.kernels, named.there):
@@ -130,7 +130,7 @@ def without_left(kernels: Sequence[OfflineKernel]) -> list[OfflineKernel]:
 
 def _tell_left(left: Iterable[RecordedCall | OfflineKernel]) -> None:
     for name in dict.fromkeys(each.name for each in left):
-        echo(f"left to Triton, as SAFETUNE_LEAVE says: {name}", err=True)
+        echo(f"left to Triton by SAFETUNE_LEAVE: {name}", err=True)
 
 
 def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[OfflineKernel]:
@@ -141,10 +141,10 @@ def kernels_of(targets: Iterable[str], with_workload: bool = True) -> list[Offli
 def named_by(targets: Iterable[str], with_workload: bool = True) -> Named:
     """Return the kernels that TARGETs name, without duplicates.
 
-    Without workloads, also those under `triton.autotune`.
+    Without `with_workload`, also kernels under `triton.autotune`.
 
     Raises:
-        TargetError: a TARGET does not import, lacks the kernel, or, where one is asked for, has no
+        TargetError: a TARGET does not import, lacks the kernel, or, with `with_workload`, has no
             kernel with a workload.
     """
     load = functools.cache(_load)
@@ -167,7 +167,7 @@ def named_by(targets: Iterable[str], with_workload: bool = True) -> Named:
 
 
 def use_interpreter_without_gpu() -> bool:
-    """Switch Triton to its interpreter where there is no GPU and the user has not decided."""
+    """Switch Triton to its interpreter if there is no GPU and the user has not decided."""
     if "TRITON_INTERPRET" in os.environ:
         return False
     import torch
@@ -184,7 +184,7 @@ def is_interpreted() -> bool:
 
 
 def devices_of(text: str) -> dict[str, dict[str, str]]:
-    """Return the devices in `all` or `0,3` by a name, each as variables that leave only that one.
+    """Return the devices in `all` or `0,3` by name, each as variables that hide all others.
 
     In the interpreter each number is a process. Raises `TargetError`.
     """
@@ -223,7 +223,7 @@ def _visible_gpus() -> list[str]:
 
 
 def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
-    """Raise `NoDevice` or `TargetError` where the kernels cannot run (on that torch device)."""
+    """Raise `NoDevice` or `TargetError` if the kernels cannot run (on that torch device)."""
     import torch
 
     from safetune.keys.tuning_key import active_driver
@@ -321,7 +321,7 @@ def _imported(source: str) -> ModuleType:
 
 
 def _files_with_kernels(directory: Path) -> list[Path]:
-    """The files below a directory that may declare workloads, by their text; no other is run."""
+    """The files below a directory whose text may declare workloads; no other file is run."""
     found = []
     for folder, inner, names in os.walk(directory):
         inner[:] = sorted(
@@ -345,7 +345,7 @@ def _files_with_kernels(directory: Path) -> list[Path]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under its own name, or a free name where that module is imported already.
+    """Import a file under its own name, or a free one if that module is imported already.
 
     A file of a package is imported as its module, so that its relative imports work.
     """

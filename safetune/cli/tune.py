@@ -100,10 +100,9 @@ def tune_command(**given: Any) -> None:
     declare workloads. With --recorded, TARGET is optional if the modules of the kernels can be
     imported.
 
-    Exits with 1 if a kernel has no working config, if its configs disagree about the result and
-    nothing shows which are right, if the kernel of a recorded call was edited, refuses the call or
-    is not found, or if no recorded call can be tuned; with 2 if a tuning cannot begin or outcomes
-    cannot be stored.
+    Exits with 1 if a kernel has no working config or its configs disagree about the result without
+    a majority, if the kernel of a recorded call was edited, rejects the call or is not found, or if
+    no recorded call can be tuned; with 2 if a tuning cannot begin or outcomes cannot be stored.
     """
     options = SimpleNamespace(**given)
     if options.worker:  # it has the command line of its parent
@@ -156,8 +155,8 @@ def _check(options: SimpleNamespace) -> None:
 def _asked_for(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned]:
     """Return the tunings that the command line asks for.
 
-    Makes the arguments of all of them once, one after the other: a mistake shows before anything
-    is tuned.
+    Makes the arguments of all of them once, one after the other, so that a mistake shows before
+    anything is tuned.
     """
     if options.recorded:
         return _recorded(options, left_out)
@@ -188,7 +187,7 @@ def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> lis
 
 
 def _recorded(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned]:
-    """Return the tunings of the recorded calls, of the kernels of TARGETs if any."""
+    """Return the tunings of the recorded calls, only of the kernels of TARGETs if there are any."""
     from safetune.offline import replay, shares, tasks
 
     store = tasks.open_tuning_store(options.dry_run)
@@ -202,7 +201,7 @@ def _recorded(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned
 
 
 def _prepare(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> None:
-    """Check that the kernels can run, and set what the command line has in place of decorators."""
+    """Check that the kernels can run, and apply the options that override their decorators."""
     targets.check_device(kernels, options.device)
     for kernel in kernels:
         kernel.tuner.budget = options.budget or kernel.tuner.budget
@@ -254,7 +253,7 @@ def _tell_switched(switched: bool) -> None:
 def _tune_elsewhere(
     options: SimpleNamespace, devices: dict[str, dict[str, str]], report: Report
 ) -> None:
-    """Have workers tune, and note what they tell."""
+    """Start workers, and record their events."""
     given = click.get_current_context().meta[ARGUMENTS]
     arguments = [word for word in given if word != "--json"]
     if options.ray:
@@ -274,7 +273,7 @@ def _tune_elsewhere(
 def _tune_all(
     plan: Plan, options: SimpleNamespace, parent: Parent | None, report: Report
 ) -> list[Exception]:
-    """Tune a plan, or what the parent names of it; return why some of it could not begin."""
+    """Tune a plan, in a worker the parent's keys; return why tunings could not begin."""
     from torch import OutOfMemoryError
 
     from safetune.miss.how_far import repeated
@@ -315,7 +314,7 @@ def _showing(sweep: Sweep) -> contextlib.AbstractContextManager[None]:
 
 
 def _without_locals(error: Exception) -> Exception:
-    """Free what the frames of an error hold, which may be most of a device's memory."""
+    """Free the objects in the frames of an error, which may be most of a device's memory."""
     inner: BaseException | None = error
     while inner is not None:
         for frame, _ in traceback.walk_tb(inner.__traceback__):

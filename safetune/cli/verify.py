@@ -68,7 +68,7 @@ def verify_command(
 def _verify_all(
     kernels: Sequence[OfflineKernel], shapes: Sequence[str], dtypes: Sequence[str], most: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a launch for each config, kernel, workload and dtype, and what is too large for one.
+    """Return a launch for each config, kernel, workload and dtype, and the workloads too large.
 
     A launch has a report, or an error.
     """

@@ -1,4 +1,4 @@
-"""`safetune warm`: compile ahead of time what a frozen program launches, without its GPU."""
+"""`safetune warm`: compile the kernels of a frozen program ahead of time, without its GPU."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ def warm_command(
     only: Filter,
     recorded: bool,
 ) -> None:
-    """Compile what TARGET launches under SAFETUNE_MODE=frozen into Triton's cache.
+    """Compile the kernels that TARGET launches under SAFETUNE_MODE=frozen into Triton's cache.
 
-    For each workload of TARGET and each device of a stored key, in the store or in packs: the
-    stored config, or the fallback where none is stored. No GPU is needed. Exits with 1 if
-    something could not be compiled.
+    Compiles the stored config, or the fallback, for each workload of TARGET and each device of a
+    key in the store or in packs. Needs no GPU. Exits with 1 if a compilation failed.
     """
     targets.check_wanted(target, shape, dtype, recorded)
     from safetune.offline import replay, warm
@@ -111,14 +110,14 @@ def _not_reached(
     devices: Sequence[Described],
     done: Sequence[Warmed],
 ) -> dict[str, int]:
-    """Return how many stored choices for these devices were not compiled, by the reason."""
+    """Return the number of stored choices for these devices that were not compiled, by reason."""
     digests = {kernel.tuner.identity.digest for kernel in kernels}
     import triton
 
     records, here = [each.device.record() for each in devices], triton.__version__
     reached = {each.key for each in done}
     return Counter(
-        "no workload or recorded call shows what its launch needs"
+        "no workload or recorded call shows how it is launched"
         if entry.key.toolchain["triton"] == here
         else f"it was made with Triton {entry.key.toolchain['triton']}, and this is {here}"
         for entry in entries

@@ -1,9 +1,8 @@
 """The processes of a tuning on several GPUs, which take keys from one list.
 
-Each runs `safetune tune --worker`. It makes its plan and prints the keys of it. Then it reads a key
-from its standard input, tunes that, and prints that it is done, until there is no more. What it
-prints is an event, one line of JSON. A worker that ends early loses the key that it has, and
-another one takes it.
+Each runs `safetune tune --worker`. A worker makes its plan and prints its keys. Then it reads a key
+from its standard input, tunes it and prints that it is done, until there is no more. It prints
+events, one line of JSON each. If a worker ends early, another one takes its key.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class DroppedOut(SafetuneError):
 
 
 class Worker(Protocol):
-    """A process that tunes, here or elsewhere. All methods but `stop` raise `DroppedOut`."""
+    """A process that tunes, here or elsewhere. All methods except `stop` raise `DroppedOut`."""
 
     name: str
 
@@ -60,7 +59,7 @@ class Worker(Protocol):
 
 
 class _Keys:
-    """The keys of all workers: who has taken which, and which are done."""
+    """The keys of all workers: the worker that has each, and the finished ones."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -72,8 +71,8 @@ class _Keys:
     def take(self, keys: Sequence[str]) -> str | None:
         """Return the first of a worker's keys that no other one has; None when all are done.
 
-        Waits while others have all that is left, as they may drop out. A key in which a worker
-        dropped out comes last.
+        Waits while others have all remaining keys, because they may drop out. A key in which a
+        worker dropped out comes last.
         """
         with self._changed:
             self._all.update(keys)
@@ -97,15 +96,15 @@ class _Keys:
 
     @property
     def left(self) -> int:
-        """How many keys are not done."""
+        """The number of keys that are not done."""
         return len(self._all - self._done)
 
 
 def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
     """Let the workers tune all keys; yield their events with the worker's name, as they come.
 
-    An event `dropped` has the reason for which a worker ended early. Raises `DroppedOut` where no
-    worker finishes, or a key is left that no other one has in its plan.
+    An event `dropped` has the reason why a worker ended early. Raises `DroppedOut` if no worker
+    finishes, or a key is left that no other worker has in its plan.
     """
     events: queue.SimpleQueue[tuple[Worker, Event | Exception | None]] = queue.SimpleQueue()
     keys = _Keys()
@@ -145,7 +144,7 @@ def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
 def _work(worker: Worker, keys: _Keys, tell: Callable[[Event], None]) -> None:
     """Let a worker tune keys until all of its plan are done.
 
-    What it tells of a key counts once that is done: else another worker tells it again.
+    Its events for a key count once the key is done; otherwise another worker sends them again.
     """
     own: list[str] = []
     for event in worker.plan():
@@ -219,7 +218,7 @@ class LocalWorker:
         raise self._ending()
 
     def _read(self) -> Iterator[Event]:
-        """Yield the events that it prints; all else that it prints goes to standard error."""
+        """Yield the events that it prints; other output goes to standard error."""
         process = self._process
         assert process.stdout is not None
         messages = threading.Thread(target=self._relay, daemon=True)
@@ -255,8 +254,8 @@ def tune_on(
     """Run a worker for each device; yield their events as `gather` does.
 
     Args:
-        devices: the variables that leave each one, by its name.
-        arguments: the command line of the parent; in a worker --devices and --ray mean nothing.
+        devices: by name, the variables that hide all other devices.
+        arguments: the command line of the parent; a worker ignores --devices and --ray.
     """
     workers: list[LocalWorker] = []
     try:
@@ -270,7 +269,7 @@ def tune_on(
 
 
 def use_cores(part: Shard) -> None:
-    """Leave this process its part of the CPU cores."""
+    """Restrict this process to its part of the CPU cores."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= 2 * part.count:
         first, last = ((part.index + i) * len(cores) // part.count for i in (0, 1))
@@ -278,7 +277,7 @@ def use_cores(part: Shard) -> None:
 
 
 def use_cores_of_rank(rank: Shard) -> None:
-    """Do the same in a process that its launcher has not bound to some cores."""
+    """Do the same, unless the launcher has bound this process to some cores."""
     with contextlib.suppress(OSError):
         if os.sched_getaffinity(0) == os.sched_getaffinity(1):
             use_cores(rank)
@@ -287,7 +286,7 @@ def use_cores_of_rank(rank: Shard) -> None:
 class Parent:
     """The process that has started this worker, the first of four as `1/4`.
 
-    It names the keys to tune, and is told of them. This process ends when that one does.
+    It names the keys to tune, and gets their events. This process ends when that one does.
     """
 
     def __init__(self, worker: str) -> None:
@@ -307,7 +306,7 @@ class Parent:
             file.write(json.dumps(event) + "\n")
 
     def named(self, tunings: Iterable[Planned]) -> Iterator[Planned]:
-        """Yield the tunings of each key that the parent names, and tell it when they are done."""
+        """Yield the tunings of each key that the parent names, and report them as done."""
         of_key: dict[str, list[Planned]] = {}
         for planned in tunings:
             of_key.setdefault(planned.key, []).append(planned)

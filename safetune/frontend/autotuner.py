@@ -153,19 +153,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @forks.cached_property
     def shapes(self) -> call_shape.CallShapes:
-        """The shapes of its calls, which refer to it: no copy has them before it is launched, as
-        one is made for each prune and keeps the arguments of the call.
+        """The shapes of its calls, which refer to it. A copy makes its own at its first launch,
+        because each prune makes a copy, which keeps the arguments of the call.
         """
         return call_shape.CallShapes(self)
 
     @property
     def key_report(self) -> KeyReport:
-        """The class of each name in `key`, and the reason; decided when it is first needed."""
+        """The class of each name in `key`, and the reason; decided at its first use."""
         return self.lazy_key.report(self)
 
     @property
     def keys(self) -> list[str]:
-        """The names in `key=`, also those that are dropped. A change in place counts."""
+        """The names in `key=`, with the dropped ones. A change in place counts."""
         if "lazy_key" not in self.__dict__:  # Triton's constructor needs no classes
             return []
         known = self.__dict__.get("_keys")
@@ -201,12 +201,12 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def basis(self) -> Basis:
-        """What the key's classes rest on."""
+        """The inputs of the key's classes."""
         return self.lazy_key.basis(self)
 
     def key_changed(self, choices: bool) -> None:
-        """Forget every launch, and the choices if they are of another kernel or key; what the
-        program has written into `cache` stays there.
+        """Forget every launch, and the choices if the kernel or the key has changed. Entries that
+        the program has written into `cache` stay.
         """
         self.__dict__.pop("_identity", None)
         if choices:
@@ -215,8 +215,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def cache(self) -> dict[Any, Config]:
-        """The choice of each key, never a fallback, under Triton's key. What is written here is
-        launched.
+        """The choice of each key, never a fallback, under Triton's key. A launch uses the configs
+        that the program writes here.
         """
         return self.states.choices
 
@@ -225,7 +225,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.states.replace_choices(choices)
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        """Raise, as a launch needs a grid."""
+        """Raise: a launch needs a grid."""
         raise TypeError(f"write {self.base_fn.__name__}[grid](...): a launch needs a grid")
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
@@ -238,7 +238,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Launch the kernel with the chosen config, tuning first if the key has no choice.
 
         Raises `NoWorkingConfig` if every config failed, and `InvalidConfig` for a call that passes
-        what the configs set.
+        a name that configs set.
         """
         if observers.active:
             return observers.observed(self._launch, self, args, kwargs)
@@ -264,7 +264,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self._first(kind, grid, args, kwargs)
 
     def _first(self, kind: fast_path.Kind, grid: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Launch as Triton does, and remember the launch for calls that are the same to Triton."""
+        """Launch as Triton does, and remember the launch for calls that Triton treats alike."""
         if self._honour_policies():
             return self._launch(*args, **kwargs, grid=grid, warmup=False)
         self.lazy_key.report(self)  # first, as it forgets all launches if the kernel has changed
@@ -316,7 +316,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return self._by_triton(args, {"warmup": False, **kwargs, "grid": grid}, config, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Forget every launch when anything is changed that one may depend on."""
+        """Set an attribute; forget every launch if launches may depend on it."""
         object.__setattr__(self, name, value)
         if name not in _REPORTED:
             self.forget_launches()
@@ -326,12 +326,12 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.show_one_config()
 
     def forget_launches(self) -> None:
-        """Send every call through Triton's path again, which reads everything again."""
+        """Send every call through Triton's path again, which reads everything anew."""
         # Another dictionary, because a thread may be about to add an old launch.
         self.__dict__["_launches"] = {}
 
     def pruned_for(self, named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Config]:
-        """Return the configs that are left for one call; this tuner stays as it is."""
+        """Return the configs that pruning leaves for one call, without changing this tuner."""
         return call_shape.pruned_configs(self, named, kwargs)
 
     def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -376,13 +376,13 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def prune_functions(self) -> tuple[Any, Any]:
-        """The user's own, or those that were set instead later, as jax-triton does."""
+        """The user's function, or a later replacement, such as jax-triton sets."""
         early, model = self.pruning
         replaced = self.early_config_prune is not self.shown
         return self.early_config_prune if replaced else early, self.perf_model or model
 
     def _take_pruning(self) -> None:
-        """Keep the user's functions for `prune_configs`: torch traces those that it finds here."""
+        """Keep the user's functions for `prune_configs`, because torch traces this attribute."""
         self.pruning: tuple[Any, Any] = (self.early_config_prune, self.perf_model)
         self.shown: Any = None
         self.early_config_prune: Any = None
@@ -390,7 +390,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.show_one_config()
 
     def show_one_config(self) -> None:
-        """Show torch a prune function that leaves one config, if there are several."""
+        """For torch: a prune function that leaves one config, if there are several."""
         if vars(self).get("shown", self) is not None or self.early_config_prune is not None:
             return
         if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
@@ -467,14 +467,14 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             )
 
     def first_time(self, topic: str) -> bool:
-        """Whether this is the first call with this topic; for warnings that are given once."""
+        """Whether this is the first call with this topic, for warnings that appear once."""
         known = topic in self._topics
         self._topics.add(topic)
         return not known
 
     @property
     def hooks(self) -> Hooks:
-        """What the user has put around a launch; Triton's own stand-ins for it stay here."""
+        """The user's functions around a launch, without Triton's own stand-ins."""
         return replace(
             self._around,
             pre_hook=of_the_user(self.pre_hook),
@@ -490,7 +490,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         replaced = triton_internals.replaced_methods()
         if useless := {"check_disk_cache", "do_bench"} & replaced.keys():
             warn_once(
-                f"something has replaced {min(useless)} of triton.runtime.autotuner.Autotuner, "
+                f"a library has replaced {min(useless)} of triton.runtime.autotuner.Autotuner, "
                 "which safetune does not call: it times configs in other processes",
                 SafetuneWarning,
             )
@@ -554,7 +554,7 @@ for _name in (
 
 
 def _listed(prune: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return the configs that a prune function leaves; a generator of them as a list."""
+    """Return the configs that a prune function leaves, as a list even from a generator."""
     left = prune(*args, **kwargs)
     return list(left) if isinstance(left, Iterator) else left
 
@@ -563,20 +563,20 @@ _run = Autotuner.run
 
 
 def _policies(replaced: Mapping[str, Any]) -> bool:
-    """Whether something has replaced a method that chooses a config, on Triton's class or ours."""
+    """Whether a library has replaced a method that chooses a config, on Triton's class or ours."""
     return bool({"run", "_bench"} & replaced.keys()) or "_bench" in vars(Autotuner)
 
 
 class UnderPolicy(Autotuner):
-    """A tuner whose configs a framework chooses, while methods of Triton's class are replaced.
+    """A tuner whose configs a framework chooses by replacing methods of Triton's class.
 
-    Megatron-LM does so to have all ranks launch one config. Its policy is called for every launch.
-    Where that leaves the choice to Triton's own `run`, which asks `_bench` for the time of each
-    config, the answers come from safetune: nothing is timed here.
+    Megatron-LM does so, so that all ranks launch one config. Every launch calls its policy. If the
+    policy leaves the choice to Triton's own `run`, which asks `_bench` for the time of each config,
+    safetune answers without timing.
     """
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Launch as Triton's tuner class says now."""
+        """Launch through the present `run` of Triton's tuner class."""
         return super().run(*args, **kwargs)
 
     def _launch(self, /, *args: Any, **kwargs: Any) -> Any:

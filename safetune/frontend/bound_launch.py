@@ -19,9 +19,9 @@ def bound_launch(
     kwargs: dict[str, Any],
     offsets: Mapping[int, int] = MappingProxyType({}),
 ) -> Callable[..., Any] | None:
-    """Return what `tuner[grid](*args, **kwargs)` launches as a function: see `FastPath.bind`.
+    """Return the launch of `tuner[grid](*args, **kwargs)` as a function: see `FastPath.bind`.
 
-    None if the launch is not known: it was never launched, or always needs Triton's own path.
+    None if this launch has not run yet, or always needs Triton's own path.
     """
 
     state = vars(tuner)

@@ -1,4 +1,4 @@
-"""`SAFETUNE_MODE=record`: how often each key is launched, and how long some launches take.
+"""`SAFETUNE_MODE=record`: counts the launches of each key, and times some of them.
 
 An observer counts launches from the first miss on, until the mode changes: a program that does not
 record has none. The counts go to the recorded calls at exit, and once a minute.
@@ -30,7 +30,7 @@ _FIRST_TIMED, _ALL_TIMED = 2, 4
 
 
 class _Count:
-    """The launches of one key in this process, and how many of them are stored."""
+    """The launches of one key in this process, and the number of stored ones."""
 
     def __init__(self, key: str) -> None:
         self.calls = self.captured = 0
@@ -44,7 +44,7 @@ class _Count:
         return number >= _FIRST_TIMED and (number <= _ALL_TIMED or number & (number - 1) == 0)
 
     def news(self) -> CallCount:
-        """Return the counts not stored yet, without launches that compiled again: not typical."""
+        """Return the counts not stored yet, except launches that compiled again."""
         ended = [ms for watch in self.watches if (ms := watch.milliseconds()) is not None]
         self.times_ms += ended
         self.watches = [watch for watch in self.watches if watch.running]
@@ -62,7 +62,7 @@ class _Count:
 
 
 class _Watch:
-    """Times one launch: on the device, without waiting for it, or in the interpreter."""
+    """Times one launch, on the device without waiting for it, or in the interpreter."""
 
     def __init__(self, interpreted: bool) -> None:
         self.running = True
@@ -75,13 +75,13 @@ class _Watch:
         self._begin, self._end = time.perf_counter(), 0.0
 
     def stop(self) -> None:
-        """Say that the launch was made."""
+        """Record the end of the launch."""
         self._end = time.perf_counter()
         if self._events:
             self._events[1].record()
 
     def milliseconds(self) -> float | None:
-        """Return the time of the launch, once: None until it is known, and where it never is."""
+        """Return the time of the launch, once; None before it is known, or if it never is."""
         if not self._events:
             self.running = False
             return (self._end - self._begin) * 1e3
@@ -107,14 +107,14 @@ class CallCounts(observers.Observer):
         self._flushed = time.monotonic()
 
     def begin(self, state: KeyState) -> None:
-        """Count the launches of every tuner from here on, and one of this key under way."""
+        """Count the launches of every tuner from now on, and a running one of this key."""
         self._unseen.append((state, None, bool(backend.capture_under_way())))
         observers.add(self)
         forks.register("report", after_in_child=self.clear, at_exit=self.flush)
         forks.register_worker_exit(self, self.flush)
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         observers.remove(self)
         self.flush()
         self.clear()
@@ -122,7 +122,7 @@ class CallCounts(observers.Observer):
     def launch(
         self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
-        """Count a launch once it is made, and time it if it is one of those."""
+        """Count a launch when it ends, and time it if it is due."""
         if Settings.current().mode is not Mode.RECORD:
             end()
             return None
@@ -181,7 +181,7 @@ _changing = forks.lock()
 
 
 def begin(state: KeyState) -> None:
-    """Count from here on, with the launch of this key that is under way."""
+    """Start counting, with the running launch of this key."""
     global _active
     with _changing:
         if _active is None:
@@ -190,7 +190,7 @@ def begin(state: KeyState) -> None:
 
 
 def end() -> None:
-    """Count no more."""
+    """Stop counting."""
     global _active
     with _changing:
         ended, _active = _active, None

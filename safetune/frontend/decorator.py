@@ -9,12 +9,14 @@ from typing import Any, ParamSpec
 import triton.runtime.autotuner as triton_autotuner
 from triton.runtime.autotuner import Heuristics
 
-from safetune.errors import InvalidSetting
+from safetune.errors import InvalidSetting, with_nearest
 from safetune.frontend.autotuner import Autotuner
 from safetune.frontend.options import Options
 from safetune.keys.written_key import lenient
 
 Parameters = ParamSpec("Parameters")
+
+_PARAMETERS = inspect.signature(Options).parameters
 
 
 def _with_parameters_of(
@@ -45,8 +47,8 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             SAFETUNE_PHANTOM), `keep` it, or raise an `error`.
         keep: names in `key` that are never dropped.
         isolation: `worker` (one measuring process until a config breaks it), `config` (a new
-            process for every config), or `inline` (as triton.autotune: in this process, without
-            the store).
+            process for every config), or `inline` (in this process and without the store, like
+            triton.autotune).
         compile_timeout_s, run_timeout_s: seconds for one config.
         scratch: names of arguments that are not results, such as partial sums per program;
             configs may leave different values in them.
@@ -58,9 +60,9 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             caller's tensors are then not copied.
         on_miss: for a key without a choice: launch the `fallback` and never tune, `warn` and
             follow the mode, or raise an `error`. None, the default: see SAFETUNE_ON_MISS.
-        measure: how the final of kernels below 50 us is timed: in replays of a CUDA `graph`, `hot`,
-            in a graph on the same arguments, or between `events`. A policy that is given
-            identifies the choice. None, the default: see SAFETUNE_MEASURE; without it, `graph`.
+        measure: times the final of kernels below 50 us in replays of a CUDA `graph`, `hot`, in a
+            graph on the same arguments, or between `events`. Each value that is given has choices
+            of its own. None, the default: see SAFETUNE_MEASURE; without it, `graph`.
         same_bits: choose among the configs whose result has the bits of the first declared config
             that works. It identifies the choice. None, the default: see SAFETUNE_SAME_BITS.
         budget: the number of configs to try for a key, e.g. `200`, or a time, e.g. `"5m"`. None,
@@ -69,9 +71,14 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
             `safetune[search]`.
 
     Raises:
-        InvalidConfig, InvalidSetting: no launch could use an argument; the message names it.
+        InvalidConfig, InvalidSetting: an argument is invalid; the message names it.
         PhantomKey: under `phantom="error"`.
     """
+    if unknown := kwargs.keys() - _PARAMETERS.keys():
+        raise TypeError(
+            "safetune() got an unexpected keyword argument "
+            f"{with_nearest(sorted(unknown), _PARAMETERS)}"
+        )
     options = Options(*args, **kwargs)
 
     def decorate(fn: Any) -> Any:

@@ -20,26 +20,26 @@ active: tuple[Observer, ...] = ()
 
 
 class Observer:
-    """Does nothing; a subclass overrides methods. Called from any thread."""
+    """Base class that does nothing; any thread may call its methods."""
 
     def launch(
         self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
-        """Called before a launch; a function that it returns is called after the launch."""
+        """Run before a launch; may return a function to run after it."""
 
     def miss(self, tuner: Any) -> None:
         """Called when a key has no choice in memory."""
 
 
 def add(observer: Observer) -> None:
-    """Call an observer at every launch from now on."""
+    """Call an observer at every launch, starting now."""
     global active
     with _lock:
         active = (*active, observer)
 
 
 def remove(observer: Observer) -> None:
-    """Call an observer no more."""
+    """Stop calling an observer."""
     global active
     with _lock:
         active = tuple(other for other in active if other is not observer)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Options:
-    """The parameters of `safetune`; see there. Those before `phantom` are `triton.autotune`'s."""
+    """The parameters of `safetune`. `triton.autotune` has the ones before `phantom` too."""
 
     configs: Any = None
     key: Key = ()
@@ -47,7 +47,7 @@ class Options:
 
     @classmethod
     def of(cls, tuner: Any) -> Options:
-        """Return the options of a tuner of Triton's."""
+        """Return the options of a Triton tuner."""
         deprecated = tuner.use_cuda_graph or tuner.num_warmups or tuner.num_reps
         return cls(
             tuner.configs,
@@ -66,7 +66,7 @@ class Options:
 
     @classmethod
     def of_constructor(cls, *given: Any, **named: Any) -> Options:
-        """Return those that a tuner is constructed with, which Triton has in another order."""
+        """Return the tuner's constructor arguments, which Triton has in another order."""
         return cls(**dict(zip(_OF_CONSTRUCTOR, given, strict=False)), **named)
 
     def of_triton(self) -> dict[str, Any]:

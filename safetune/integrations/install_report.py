@@ -25,12 +25,14 @@ class Installation(Observer):
 
     def __init__(self) -> None:
         self.tuners: list[Any] = []
+        self._launched: set[Any] = set()
         self.refused: dict[str, str] = {}
         self.begin(forked=False)
 
     def begin(self, forked: bool = True) -> None:
         """Start all counts at zero, in a new process or in one that was just forked."""
         self.launches = self.misses = 0
+        self._launched.clear()
         self._before = _tunings()
         self._forked, self._reported = forked, False
 
@@ -39,9 +41,10 @@ class Installation(Observer):
         text = str(reason).partition("\n")[0]
         self.refused[kernel_name(fn)] = text.removeprefix(prefix())  # of a warning made an error
 
-    def launch(self, *_: Any) -> None:
-        """Count a launch."""
+    def launch(self, tuner: Any, *_: Any) -> None:
+        """Count a launch, and remember its kernel."""
         self.launches += 1
+        self._launched.add(tuner)
 
     def miss(self, *_: Any) -> None:
         """Count a miss."""
@@ -58,13 +61,17 @@ class Installation(Observer):
     def __str__(self) -> str:
         counts = zip(_tunings(), self._before, strict=True)
         begun, failed, adopted = (now - before for now, before in counts)
-        kernels = {tuner.base_fn for tuner in self.tuners}
+        launched = {tuner.base_fn for tuner in [*self._launched]}  # other threads may add more
+        kernels = launched.union(tuner.base_fn for tuner in self.tuners)
+        kernels_text = counted(len(kernels), "kernel")
+        if len(launched) < len(kernels):
+            kernels_text = f"{len(launched)} of {kernels_text}"
         fallbacks = _fallbacks()
         looked_up = max(0, self.misses - begun) + min(failed, fallbacks) + adopted
         fallbacks = min(looked_up, fallbacks)
         without = f" ({fallbacks} without a choice)" if fallbacks else ""
         lines = [
-            f"safetune: {counted(len(kernels), 'kernel')}, "
+            f"safetune: {kernels_text}, "
             f"{counted(self.launches, 'launch', 'launches')}: {begun - failed - adopted} tuned, "
             f"{looked_up} looked up{without}, {self.launches - self.misses} known"
         ]

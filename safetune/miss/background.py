@@ -1,4 +1,4 @@
-"""`SAFETUNE_MODE=background`: one thread tunes queued keys while the program goes on.
+"""`SAFETUNE_MODE=background`: one thread tunes queued keys while the program runs.
 
 The caller packs its call and copies its inputs before its launch returns; the thread does the rest
 and replaces the fallback with the choice.
@@ -49,7 +49,7 @@ _AT_WORK_NS = 1_000_000
 
 
 class Stopped(BaseException):
-    """The process is ending: the tuning is over, and no config is to blame for it."""
+    """The process is ending. The tuning stops, and no config is to blame."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Job:
 
 
 class BackgroundBench(LaunchBench):
-    """A bench whose measurements end with the process, and that marks those beside other work."""
+    """A bench whose measurements end with the process; marks those taken beside other work."""
 
     _queued = True
     _entered = False
@@ -101,8 +101,8 @@ class BackgroundBench(LaunchBench):
     def measure(self, /, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
         """Measure as `LaunchBench` does, and mark timings taken beside the program's own work.
 
-        What else runs on a GPU during a measurement is unknown. In the interpreter, the program was
-        at rest if no other thread of it has run.
+        On a GPU, other work during a measurement is unknown. In the interpreter, the program was
+        idle if no other thread of it has run.
         """
         _worker.check()
         before = _others_ns()
@@ -194,7 +194,7 @@ class _Worker:
             self._queue.put(job)
 
     def has_room(self, size: int, limit: int) -> bool:
-        """Whether this many bytes fit beside those of the queued calls; one call always does."""
+        """Whether this many bytes fit beside the queued calls' bytes; a single call always fits."""
         waiting = [job.size for job in list(self.jobs)]
         return not waiting or sum(waiting) + size <= limit
 
@@ -277,7 +277,7 @@ _worker = _Worker()
 
 
 def _start_over() -> None:
-    """In a fork, which has no such thread: the next call of a queued key queues it there."""
+    """Start over in a fork, which lacks the thread: the next call of a key queues it there."""
     global _worker
     waiting, _worker = _worker.jobs, _Worker()
     for job in waiting:

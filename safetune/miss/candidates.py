@@ -51,7 +51,7 @@ def fallback(request: TuningRequest, store: Store) -> Config:
 def best_known(request: TuningRequest, lookup: Lookup) -> Config:
     """Return the config for a key without a choice in a mode that never tunes, with a log line.
 
-    Unlike a fallback, it may be from a pack or from another toolchain, and the line says so.
+    Unlike a fallback, it may come from a pack or another toolchain; then the line says so.
     """
     outcomes = known_outcomes(request, lookup.store)
     found = ranked(request, outcomes, lookup.related(request.key))
@@ -174,7 +174,7 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
 def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
     """Return the latest stored outcome of each config of a request that holds for its call.
 
-    A config that ran and was not judged is as one that was never tried: it may work.
+    A config that ran and was not judged counts as never tried: it may work.
     """
     return [
         (request.configs[index], outcome)
@@ -184,7 +184,7 @@ def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
 
 
 def replace_failed(state: KeyState, request: TuningRequest, store: Store, config: Config) -> None:
-    """Launch the next best for calls of the specialisation of a request, as its config fails."""
+    """Launch the next-best config for calls of a request's specialisation, whose config fails."""
     other = next(best_first(request, store, measured_first=True), None)
     if other is None or other is config:
         return

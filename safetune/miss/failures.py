@@ -1,5 +1,5 @@
-"""Keys that cannot be tuned, and calls with which no config works: what each launches, and when it
-is tuned again.
+"""The fallbacks of keys that cannot be tuned and of calls with which no config works, and the time
+of their next tuning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _syncs = 0
 
 @dataclass
 class Retry:
-    """When tuning is tried again after a failure that may pass, such as a lack of memory."""
+    """The next attempt to tune after a failure that may pass, such as a lack of memory."""
 
     index: int  # of the device in this process; -1 in the interpreter
     needed_bytes: int = 0  # free device memory that another attempt needs at least, if known
@@ -94,13 +94,13 @@ def _kind(value: Any) -> Any:
 def fall_back(
     state: KeyState, request: TuningRequest, config: Config, error: Exception, kind: Any = None
 ) -> Config:
-    """Launch `config`, as a tuning has failed, until the next attempt; warns at the first failure.
+    """Use `config` as a fallback after a failed tuning, until the next; warn the first time.
 
-    Where the call cannot be rebuilt in a child, only calls of its kind launch it. It is for good
-    where no call of the kernel can be, or where it waits for an answer that no child gets.
+    If a child cannot rebuild the call, only calls of its kind use the fallback. It is permanent if
+    a child can rebuild no call of the kernel, or if the kernel waits for an answer.
 
     Args:
-        kind: that of the call, where the request has no arguments any more.
+        kind: the call's kind, if the request has no arguments any more.
     """
     before, retry, outlook = state.retried, None, ""
     kinds = frozenset[Any]()
@@ -143,7 +143,7 @@ def may_be_sent(request: TuningRequest) -> bool:
 
 
 def nobody_answers(request: TuningRequest, error: Exception) -> bool:
-    """Whether a kernel waits for somebody, by its text, and hangs with every config in a child."""
+    """Whether a kernel's text waits for another program, so that it hangs in a child."""
     if not isinstance(error, NoWorkingConfig):
         return False
     verdicts = {outcome.verdict for _, outcome in error.outcomes}
@@ -169,7 +169,7 @@ def count_sync() -> None:
 def first_config(request: TuningRequest, error: NoWorkingConfig) -> Config | None:
     """Return the config to launch in the caller although no config works in a child; or None.
 
-    Triton's own exception comes out then, and a call works that fails in a child alone.
+    The caller then gets Triton's own exception; a call that fails only in a child works.
     """
     if nobody_answers(request, error):
         return first_that_hung(request, error)
@@ -185,10 +185,10 @@ def _is_harmless(outcome: Outcome) -> bool:
 def none_works(
     state: KeyState, request: TuningRequest, error: NoWorkingConfig, must_raise: bool
 ) -> Config:
-    """Raise the error of a call with which no config works, or launch what waits for somebody.
+    """Raise the error of a call with which no config works, or launch a kernel that waits.
 
     Args:
-        must_raise: where the caller is to know, whatever this process could launch.
+        must_raise: raise even if this process could launch a config.
     """
     if not must_raise and nobody_answers(request, error):
         return fall_back(state, request, first_that_hung(request, error), error)
@@ -202,8 +202,8 @@ def none_works(
 
 @contextlib.contextmanager
 def first_for_all(tuner: Tuner, error: NoWorkingConfig) -> Iterator[None]:
-    """Launch the first config within, as none works in a child: what the children saw is a note of
-    what that raises, or one warning.
+    """Launch the first config in the body, although none works in a child. The children's results
+    become a note of the exception that it raises, or one warning.
     """
     try:
         yield
@@ -213,7 +213,7 @@ def first_for_all(tuner: Tuner, error: NoWorkingConfig) -> Iterator[None]:
     if tuner.first_time(str(error).partition("\n")[0]):
         warn(
             f"{tuner.base_fn.__name__} runs with its first config ({config_text(error.first)}), "
-            f"as this process can launch it: {error}",
+            f"because this process can launch it: {error}",
             TuningWarning,
         )
 
@@ -233,10 +233,10 @@ def hopeless_of(state: KeyState, request: TuningRequest) -> Hopeless | None:
 
 
 class Hopeless:
-    """The calls of a key with which no config works: the last error, and when others are tried.
+    """The calls of a key with which no config works: the last error, and the next attempt.
 
-    The first call that differs is tuned at once: the caller has corrected its mistake. Where that
-    has no working config either, the next one is tried after a while, and not at each step.
+    The first different call is tuned at once, because the caller may have corrected a mistake. If
+    that has no working config either, the next one is tried after a while, not at each step.
     """
 
     def __init__(
@@ -254,10 +254,10 @@ class Hopeless:
         self._same_s = clock() + RETRY_S
 
     def error_for(self, call: str) -> NoWorkingConfig | None:
-        """Return the error of a call that is not tried now; None for one that is.
+        """Return the error of a call that is not tried now; None to try it.
 
-        What was seen of this call is asked of the store, which may have been cleared; where the
-        first config is launched all the same, that is not done at each step.
+        Looks the call's failures up in the store, which may have been cleared; not at each step if
+        the first config is launched anyway.
         """
         error = without_frames(self._error)
         error.measured = 0
@@ -266,5 +266,5 @@ class Hopeless:
         left_s = self._others_s - clock()
         if left_s <= 0:
             return None
-        error.args = (f"{error}\nThat was with another call; this one is tried in {left_s:.0f} s",)
+        error.args = (f"{error}\nThat was another call; this one is tried in {left_s:.0f} s",)
         return error

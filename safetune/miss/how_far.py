@@ -1,4 +1,4 @@
-"""How far something is, as the parts of a line, and when it is said."""
+"""Progress as the parts of a line, and the time to show it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DELAY_S = 2.0
 
 @dataclass(frozen=True)
 class HowFar:
-    """How far a tuning is, or a sweep of several: what a line says, in its order.
+    """The progress of a tuning, or of a sweep of several, as the parts of a line in order.
 
     Attributes:
         done, total: configs tried, and to be tried.
         bad: the number of configs that failed.
         best_ms: the best time so far; infinite before the first.
-        first_ms: the time of the first declared config; infinite where it has none.
-        left_s: the time that the rest may take; infinite where it is not known.
+        first_ms: the time of the first declared config; infinite if it has none.
+        left_s: the time that the rest may take; infinite if unknown.
     """
 
     name: str = ""
@@ -59,13 +59,13 @@ class HowFar:
 
     @property
     def times(self) -> str:
-        """The time that has passed, and the time that is left."""
+        """The time passed, and the time left."""
         passed = clock_time(self.seconds)
         return f"{passed} < {clock_time(self.left_s)}" if self.left_s < math.inf else passed
 
     @property
     def rest(self) -> str:
-        """The key, and what the tuning does or waits for; that first until a config is done."""
+        """The key, and the current step of the tuning; the step first until a config is done."""
         parts = (self.key, self.doing) if self.done else (self.doing, self.key)
         return ", ".join(filter(None, parts))
 
@@ -78,7 +78,7 @@ def clock_time(seconds: float) -> str:
 
 
 def seconds_left(seconds: float, done: int, total: int) -> float:
-    """Return how long the rest may take, if it goes on as until now; infinite before a begin."""
+    """Return the time for the rest at the rate so far; infinite before the first config."""
     return seconds * (total - done) / done if done else math.inf
 
 

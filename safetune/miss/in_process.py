@@ -1,5 +1,5 @@
-"""What is stored of configs that are tried in the caller's process: the one that runs, in case the
-process or the machine goes down with it.
+"""Records the config that runs in the caller's process, in case it takes the process or the machine
+down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Flights:
-    """Notes which config runs, before its first launch; nothing where no store is to be had."""
+    """Stores the running config before its first launch; does nothing without a store."""
 
     def __init__(self, request: TuningRequest | None, store: GuardedStore | None) -> None:
         self._store, self._tried = store, set[Config]()
@@ -41,14 +41,14 @@ class Flights:
         self.skipped = {configs[index]: outcome for index, outcome in skipped.items()}
 
     def check_some(self, configs: Sequence[Config]) -> None:
-        """Raise `NoWorkingConfig` where none of them is tried."""
+        """Raise `NoWorkingConfig` if none of them may be tried."""
         if self.skipped and self.skipped.keys() >= {*configs}:
             outcomes = [(config_text(config), outcome) for config, outcome in self.skipped.items()]
             raise NoWorkingConfig(self._key.kernel.name, str(self._key), outcomes, measured=0)
 
     @contextlib.contextmanager
     def launching(self, config: Config) -> Iterator[None]:
-        """Launch a config within."""
+        """Launch a config in the body."""
         flight = in_flight.here(inline=True)
         if self._store is None or not flight or config in self._tried:
             yield

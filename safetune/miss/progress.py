@@ -1,4 +1,4 @@
-"""The line that says how far something is, on a terminal and in a notebook."""
+"""The progress line, on a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _showing = forks.lock()
 
 
 class Bar(Progress):
-    """A line for something: its parts beside a bar. What does not fit is cut at the end.
+    """A line with the parts of a progress beside a bar, cut at the end if it does not fit.
 
     Args:
-        how_far: says how far it is at the moment; None while there is nothing to show.
+        how_far: returns the present progress; None while there is nothing to show.
     """
 
     def __init__(self, how_far: Callable[[], HowFar | None], **options: Any) -> None:
@@ -42,7 +42,7 @@ class Bar(Progress):
         self._how_far = how_far
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the line as it is now."""
+        """Yield the present line."""
         far = self._how_far()
         if far is not None:
             fields = _shown(far, self.console.width)
@@ -60,7 +60,7 @@ def _bar_width(width: int) -> int:
 
 
 def _shown(far: HowFar, width: int) -> dict[str, Any]:
-    """Return the texts of a line; the name is cut to leave room for how far it is."""
+    """Return the texts of a line; the name is cut to leave room for the others."""
     texts = {name: getattr(far, name) for name in ("count", "failed", "best", "times", "rest")}
     if width < _NARROW:
         texts["best"] = texts["best"].removeprefix("best ")
@@ -72,11 +72,11 @@ def _shown(far: HowFar, width: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def moving_line(how_far: Callable[[], HowFar | None], of_command: bool) -> Iterator[None]:
-    """Show a line for as long as this is entered, and remove it at the end; one in a process.
+    """Show a line during the body, and remove it at the end; one in a process.
 
     Args:
-        of_command: show it at once, and above it what else is printed. The output of a program is
-            not changed.
+        of_command: show it at once, with other output above it. The output of a program is not
+            changed.
     """
     bar = Bar(
         how_far,

@@ -1,8 +1,8 @@
-"""`SAFETUNE_MODE=record`: a call of each key is stored, to be tuned offline and to be counted.
+"""`SAFETUNE_MODE=record`: stores a call of each key, for tuning offline and for counting.
 
-Shapes and plain values are stored. Of tensors only integers are read, once for each key of a
-process, for the lengths between offsets and the range of others. A
-store keeps one call for each key. A failure here is a line in the log, never an error.
+A store keeps one call for each key, with shapes and plain values. safetune reads only integer
+tensors, once for each key of a process: lengths between offsets, and the range of other values. A
+failure here is a line in the log, never an error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _MOST_BYTES = 1 << 20
 def remember(
     request: TuningRequest, store: Store, problem: str = "", captured: bool = False
 ) -> None:
-    """Store a call, or the problem why it cannot be rebuilt, if its key is new to the store.
+    """Store a call, or the reason why it cannot be rebuilt, if its key is new to the store.
 
     Never raises.
 
     Args:
-        captured: the call is part of a CUDA graph capture, in which no tensor can be read.
+        captured: the call is part of a CUDA graph capture, so no tensor can be read.
     """
     try:
         _, function = base_function(request.call.kernel)
@@ -57,7 +57,7 @@ def remember(
             created=time.time(),
         )
         if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
-            problem = f"its description takes over {_MOST_BYTES >> 20} MiB"
+            problem = f"its description takes more than {_MOST_BYTES >> 20} MiB"
             _log_once(call.name, problem, _ONLY_COUNTED)
             call = replace(call, arguments=_arguments(request, problem, captured))
         store.put_key(KeyRecord.of(request.key))
@@ -87,7 +87,7 @@ def _arguments(request: TuningRequest, problem: str, captured: bool) -> dict[str
 
 
 def _grids(request: TuningRequest) -> dict[str, list[int]]:
-    """Return the grid of each config by its digest: a grid function ends with its process."""
+    """Return the grid of each config by its digest; a grid function ends with its process."""
     grids = {}
     for config in request.configs:
         with contextlib.suppress(Exception):  # this config could not be tuned here either

@@ -63,7 +63,7 @@ _DOING = {
 
 
 class Tally:
-    """An observer that knows how far a tuning is. Another thread may show it meanwhile.
+    """An observer that tracks the progress of a tuning. Another thread may show it meanwhile.
 
     Attributes:
         done, total: configs tried in this tuning, and to be tried.
@@ -102,7 +102,7 @@ class Tally:
             observe(step)
 
     def wait_for(self, what: str) -> None:
-        """Note which process is waited for; none if empty."""
+        """Record the process that this one waits for; empty for none."""
         self.waits_for = what
 
     @property
@@ -112,11 +112,11 @@ class Tally:
 
     @property
     def steps(self) -> tuple[object, ...]:
-        """What changes whenever something happens in it."""
+        """A value that changes with every event."""
         return id(self), self.done, self._step, self._phases and self._phases.entered
 
     def how_far(self) -> HowFar:
-        """Return how far the tuning of a launch is."""
+        """Return the progress of a launch's tuning."""
         seconds, key = self._clock() - self.begun, self.request.key
         return HowFar(
             key.kernel.name,
@@ -133,18 +133,18 @@ class Tally:
 
     @property
     def doing(self) -> str:
-        """What the tuning does or waits for now."""
+        """The current step of the tuning, or the process that it waits for."""
         if self.waits_for:
             return f"waits for {self.waits_for}"
         return _DOING.get(self._phases.name if self._phases else "", "") or self._step
 
 
 class Tunings:
-    """How many tunings this process has begun, and how they have ended.
+    """The number of tunings that this process has begun, and of their ends.
 
     Attributes:
-        failed: with an exception, and so without a choice.
-        adopted: with the choice of another process; nothing was measured.
+        failed: they ended with an exception, and so without a choice.
+        adopted: they took the choice of another process; nothing was measured.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Tunings:
 
     @property
     def made(self) -> int:
-        """Those that are under way, or have ended with a choice of their own."""
+        """The tunings that run, or have ended with a choice of their own."""
         return self.begun - self.failed - self.adopted
 
 
@@ -165,8 +165,8 @@ def observing(
 ) -> Iterator[Tally]:
     """Yield the observer of a tuning's steps.
 
-    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output. Otherwise it shows a
-    live line on a terminal, and lines now and then elsewhere, unless `quiet`.
+    It writes to the log and, with TRITON_PRINT_AUTOTUNING, to standard output. Unless `quiet`, it
+    also shows a moving line on a terminal, and a line now and then elsewhere.
     """
     tunings.begun += 1
     tally = Tally(request, phases)
@@ -193,14 +193,14 @@ def showing(
     of_command: bool = False,
     ended: threading.Event | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Show how far something is for as long as this is entered: one process of a node.
+    """Show progress during the body, in one process of a node.
 
     On a terminal and in a notebook a bar moves. Elsewhere there is a line after `FIRST_S` and then
     every `EVERY_S`.
 
     Args:
-        how_far: says it; nothing is shown where it returns None.
-        of_command: the process prints only what safetune prints.
+        how_far: returns the progress, or None to show nothing.
+        of_command: the process is a command of safetune.
     """
     if not logger.isEnabledFor(logging.WARNING):
         return contextlib.nullcontext()
@@ -232,9 +232,9 @@ def _interrupted(tally: Tally, store: Store) -> str:
 
 
 def _is_watched() -> bool:
-    """Whether a person sees it: in a notebook, or as standard error is a terminal.
+    """Whether a person watches: in a notebook, or with standard error on a terminal.
 
-    Programs close standard error, or replace it by a writer.
+    Programs may close standard error, or replace it by a writer.
     """
     try:
         return notebook() is not None or bool(sys.stderr.isatty())
@@ -261,9 +261,9 @@ def log_config(progress: Progress) -> None:
 
 
 def tell_result(request: TuningRequest, result: TuningResult, shown: bool = False) -> None:
-    """Tell of a finished tuning: in the log at INFO, else in a line if it took long.
+    """Report a finished tuning: in the log at INFO, else in a line if it took long.
 
-    The notes of the result are warnings, and so is a dispute.
+    Warns of a dispute and of the result's notes.
 
     Args:
         shown: whether the caller shows the result.
@@ -289,23 +289,23 @@ _said: set[tuple[str, str]] = set()
 
 
 def _say_once(key: TuningKey, about: str, line: str) -> None:
-    """Log a line of a kernel at WARNING, once in this process; it is never an error."""
+    """Log a line about a kernel at WARNING, once in this process; it is never an error."""
     if (key.kernel.digest, about) not in _said:
         _said.add((key.kernel.digest, about))
         logger.warning("%s: %s", key.kernel.name, line)
 
 
 def tell_of_skipped(key: TuningKey, outcomes: Mapping[Config, Outcome]) -> None:
-    """Name the configs that are not tried, as the machine or a process went down with them."""
+    """Name the configs that are not tried because the machine or a process went down with them."""
     for config, outcome in outcomes.items():
         if outcome.took_down:
             text = config_text(config)
             command = f"`safetune clear --failures {key.kernel.name}`"
-            _say_once(key, text, f"{text} is left out: {outcome.message}. {command} lifts that")
+            _say_once(key, text, f"{text} is not tried: {outcome.message}. {command} lifts that")
 
 
 def _tell_of_bugs(request: TuningRequest, result: TuningResult) -> None:
-    """Say how many configs showed a bug of the kernel. One that needs too much is none."""
+    """Report the number of configs that showed a bug. Needing too many resources is no bug."""
     labels = Counter(filter(None, (_bug_of(outcome) for _, outcome in result.outcomes)))
     if labels:
         counts = ", ".join(f"{count} {label}" for label, count in labels.items())
@@ -326,7 +326,7 @@ def _bug_of(outcome: Outcome) -> str:
 
 
 def _tell_of_left_out(key: TuningKey, configs: Mapping[Config, float]) -> None:
-    """Name the configs that were faster than the choice, and left out for what they computed."""
+    """Name the configs that were faster than the choice, and rejected for their results."""
     if not configs:
         return
     fastest = sorted(configs, key=lambda config: -configs[config])
@@ -335,9 +335,9 @@ def _tell_of_left_out(key: TuningKey, configs: Mapping[Config, float]) -> None:
     _say_once(
         key,
         "left out",
-        f"faster configs are left out, as their results differ from those of the others: "
-        f"{'; '.join(named)}{more}. If they are right, say what is right with reference=, or name "
-        "the arguments that need not agree in scratch=[...]",
+        f"faster configs are left out, because their results differ from the others': "
+        f"{'; '.join(named)}{more}. If they are right, give the right result with reference=, or "
+        "name the arguments that may differ in scratch=[...]",
     )
 
 
@@ -407,7 +407,7 @@ def warn_of_grid(tuner: Tuner, names: Iterable[str]) -> None:
 def check_policy(
     tuner: Tuner, request: TuningRequest, settings: Settings, capture: int = 0
 ) -> None:
-    """Warn of a key without a choice, once for each key, or raise `MissError`, as `on_miss` says.
+    """Follow `on_miss` for a key without a choice: warn, once for each key, or raise `MissError`.
 
     Args:
         capture: the number of the CUDA graph capture under way, or 0.
@@ -435,7 +435,7 @@ def offline_commands(tuner: Tuner, recorded: bool) -> str:
     """Return the shell commands that tune a kernel offline; empty if its file is not known.
 
     Args:
-        recorded: the call is among the recorded ones already.
+        recorded: the call is recorded already.
     """
     _, function = base_function(tuner.fn)
     target, script = function.__module__, ""

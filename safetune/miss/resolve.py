@@ -66,7 +66,7 @@ Kwargs = dict[str, Any]
 
 
 class Miss:
-    """A call without a config in memory; `index` is its device where its tensors do not name it."""
+    """A call without a config in memory; `index` is its device if its tensors do not name one."""
 
     def __init__(
         self, tuner: Tuner, args: Args, kwargs: Mapping[str, Any], index: int | None = None
@@ -124,7 +124,7 @@ class Miss:
 
 
 def _budget_for(configs: tuple[Config, ...], asked: SearchBudget | None) -> SearchBudget | None:
-    """Return SAFETUNE_BUDGET; None, for all configs, where it allows them: nothing is searched."""
+    """Return SAFETUNE_BUDGET, or None for all configs if it allows that many."""
     allowed = asked is not None and asked.configs is not None and asked.configs >= len(configs)
     return None if allowed else asked
 
@@ -139,9 +139,9 @@ def _device_index(kernel: Any, named: Mapping[str, Any], given: int | None) -> i
 
 
 def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: int = 0) -> Config:
-    """Return the config to launch a call with: stored, or tuned now, or the fallback.
+    """Return the config to launch a call with: stored, tuned now, or the fallback.
 
-    A config that later calls launch too is kept in `state`.
+    `state` keeps a config that later calls launch too.
 
     Args:
         capture: the number of the CUDA graph capture under way, in which nothing is tuned.
@@ -195,7 +195,7 @@ class _Case:
 
     @forks.cached_property
     def why_inline(self) -> str | None:
-        """Why configs would be tried in this process, empty for the user's wish; None if not."""
+        """Why configs are tried in this process (empty: the user asked for it); None if not."""
         if not self.tunes:
             return None
         if self.left or self.tuner.isolation == "inline":
@@ -209,7 +209,7 @@ class _Case:
 
     @forks.cached_property
     def lookup(self) -> Lookup | None:
-        """Where choices are looked up; None where no store is."""
+        """The lookup of choices; None without a store."""
         return open_lookup(self.settings) if self.why_inline is None else None
 
     @forks.cached_property
@@ -231,7 +231,7 @@ class _Case:
 
     @property
     def store(self) -> Store:
-        """The store of a key that is looked up."""
+        """The store of the key."""
         assert self.lookup is not None
         return self.lookup.store
 
@@ -261,7 +261,8 @@ def _inline(case: _Case, reason: str = "") -> Config:
         warn_once(_SAME_BITS_INLINE.format(kernel=name), TuningWarning)
         return _first_pruned(case)
     if reason := reason or case.why_inline or "":
-        warn_once(f"{reason}; kernels are tuned as triton.autotune does", TuningWarning)
+        text = f"{reason}; kernels are tuned in this process, like triton.autotune"
+        warn_once(text, TuningWarning)
     reported: TuningRequest | None = None
     with contextlib.suppress(Exception):  # the tuning raises the important errors
         request = case.request
@@ -289,7 +290,7 @@ def _inline(case: _Case, reason: str = "") -> Config:
 def _timed_here(
     tuner: Tuner, args: Args, kwargs: Kwargs, flights: Flights
 ) -> tuple[Config, dict[Config, list[float]]]:
-    """Return the fastest config that pruning leaves, and the times of all; none of a single one."""
+    """Return the fastest config that pruning leaves, and all times; a single one is not timed."""
     view: Any = copy.copy(tuner)
     view.nargs = named = call_shape.named_arguments(tuner.arg_names, args)
     configs = view.prune_configs(kwargs)
@@ -312,7 +313,7 @@ def _timed_here(
 
 
 def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
-    """Take the place of Triton's `do_bench` in its interpreter, where that finds no device."""
+    """Replace Triton's `do_bench` in its interpreter, where it finds no device."""
     from safetune.both.protocol import Budget
     from safetune.both.timing import Timer, measure
 
@@ -352,9 +353,9 @@ def _tune_meanwhile(case: _Case) -> Config:
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:
-    """Return the config for a call with nothing to do, which leaves its key as it is.
+    """Return the config for a call with nothing to do; its key stays as it is.
 
-    Such a call says nothing of a config: it can be neither measured nor checked.
+    Such a call can neither measure nor check a config.
     """
     known = state.decision(capture=None)
     return known.config if known is not None else request.configs[0]
@@ -374,8 +375,8 @@ _waiting: list[None] = []
 
 
 def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Plan:
-    """Return what is stored of a key: its choice, if that was made from the list of configs that
-    the decorator declares now, and its trials.
+    """Return the stored plan of a key: its trials, and its choice if that was made from the list of
+    configs that the decorator declares now.
     """
     choice = stored_choice(request, lookup)
     if choice is None:
@@ -392,7 +393,7 @@ def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Plan:
 
 
 def stored_choice(request: TuningRequest, lookup: Lookup) -> ChoiceRecord | None:
-    """Return the choice that a launch takes from the stores and packs; None without one."""
+    """Return the choice for a launch from the stores and packs; None without one."""
     configs, kernel = request.by_digest, request.key.kernel.name
     choice = lookup.find(request.key, request.declared, configs)
     if choice is None:
@@ -410,7 +411,7 @@ def stored_choice(request: TuningRequest, lookup: Lookup) -> ChoiceRecord | None
 
 
 def _tune_now(case: _Case) -> Config:
-    """Tune a key; where that is not possible, launch the choice that it has, or a fallback."""
+    """Tune a key; if that is not possible, launch its present choice, or a fallback."""
     from safetune.isolation import child_handle, fork_server
 
     miss, state, request, store = case.miss, case.state, case.request, case.store
@@ -451,7 +452,7 @@ def _tune_now(case: _Case) -> Config:
 
 
 def _set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
-    """Launch a choice; a rank that launches a fallback keeps that until all call `sync`."""
+    """Launch a choice; a rank that launches a fallback keeps it until all ranks call `sync`."""
     launched = state.decision()
     if settings.world_size > 1 and launched is not None and launched.reason is Reason.FALLBACK:
         state.hold(choice)
@@ -460,7 +461,7 @@ def _set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
 
 
 def _adopt(case: _Case, plan: Plan) -> Config:
-    """Use a stored choice, and the next best for calls with which it is known to fail."""
+    """Use a stored choice; calls with which it is known to fail get the next-best config."""
     assert plan.config is not None
     config = _set_choice(case.state, plan.config, case.settings)
     if plan.fails(config):
@@ -523,12 +524,12 @@ def next_best(
     """Launch a call with the next-best config after `config` could not be launched.
 
     A choice is tuned for a key, and Triton compiles once more for each specialisation: constexpr
-    values, alignment, an integer that is 1. So a config that works for one call of a key may be out
-    of shared memory for the next. Where none can be launched, this raises the last error; an error
-    of the caller's grid or heuristic at once.
+    values, alignment, an integer that is 1. So a config that works for one call of a key may need
+    too much shared memory for the next. Raises the last error if no config can be launched, and an
+    error of the caller's grid or heuristic at once.
 
     Args:
-        special: what decides which binary the call needs: see `call_shape.specialisation`.
+        special: the values that decide which binary the call needs: `call_shape.specialisation`.
     """
     if Settings.current().mode is Mode.OFF or _is_callers(error, tuner.fn, kwargs):
         raise error
@@ -557,7 +558,7 @@ def next_best(
 
 
 def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller's grid or a heuristic raised `error`, or a function that they called."""
+    """Whether the caller's grid, a heuristic, or a function that they called raised `error`."""
     functions = [kwargs.get("grid"), *inner_heuristics(kernel).values()]
     codes = {code for function in functions for code in _codes(function)}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

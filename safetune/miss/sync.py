@@ -1,8 +1,8 @@
-"""`safetune.sync`: all processes launch rank 0's config for a key, from a call of the program on.
+"""`safetune.sync`: after it, all processes launch rank 0's config for a key.
 
-Each process first reads the newest choices from its stores, the shared one included. Where
-torch.distributed is initialised, rank 0 then broadcasts what it launches for each of its keys, and
-the ranks count the keys that differ. That is two collectives, whatever keys each process has: no
+Each process first reads the newest choices from its stores, the shared one included. If
+torch.distributed is initialised, rank 0 then broadcasts its config for each of its keys, and the
+ranks count the keys that differ. These are two collectives, whatever keys each process has, so no
 process can wait in one that another never enters. No lock is held.
 """
 
@@ -102,9 +102,9 @@ def _replace(state: KeyState, config: Config) -> None:
 
 
 def _launched(settings: Settings, known: Iterable[tuple[KeyState, Asked]]) -> dict[str, Launched]:
-    """Return what this process launches for each key, with the newest choices of its stores.
+    """Return this process's config for each key, with the newest choices of its stores.
 
-    Where two tuners have a key, a choice goes before a fallback, and the older tuner first.
+    If two tuners have a key, a choice wins over a fallback, then the older tuner.
     """
     from safetune.store.shared.protocol import space_of  # no launch needs it
 
@@ -176,7 +176,7 @@ def _within(timeout_s: float, run: Callable[[], Result]) -> Result:
 
 
 def _store(settings: Settings, choices: Sequence[StoredChoice]) -> None:
-    """Store the choices of rank 0 that this rank launches now, for the next run."""
+    """Store rank 0's choices that this rank launches now, for the next run."""
     from safetune.store.shared import local_copy
 
     try:

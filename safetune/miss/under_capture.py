@@ -1,8 +1,8 @@
-"""A miss while a CUDA graph is being captured, and the graphs that keep a fallback since.
+"""A miss under CUDA graph capture, and the graphs that have kept a fallback since.
 
-Nothing is measured under capture, in this process or another: a copy of the inputs would wait for
-the device. The graph gets the stored choice, or else the fallback; both may be compiled and loaded
-now, as neither is part of the graph.
+No process measures under capture, because a copy of the inputs would wait for the device. The graph
+gets the stored choice, else the fallback. Both may be compiled and loaded now, because a graph has
+neither step.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def fall_back(
 ) -> Config:
     """Return the config for a key without a choice under a capture.
 
-    Calls outside the capture do not launch it, because the next such call tunes; where nothing is
+    Calls outside the capture do not launch it, because the next such call tunes. If nothing is
     tuned, they launch it too.
 
     Args:
-        lookup: None where no store is looked at.
-        tunes: whether calls outside of a capture are tuned.
+        lookup: None without a store.
+        tunes: whether calls outside a capture are tuned.
     """
     if lookup is None:
         config = request.configs[0]
@@ -86,7 +86,7 @@ def fall_back(
 
 
 def _keep(captured: CapturedMiss, request: TuningRequest, store: Store | None) -> None:
-    """Keep a miss for the reports and, where there is a store, for `safetune tune --recorded`."""
+    """Keep a miss for the reports and, with a store, for `safetune tune --recorded`."""
     with _lock:
         _misses.append(captured)
     if store is not None:

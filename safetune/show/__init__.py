@@ -1,1 +1,1 @@
-"""What a person sees of stored choices: tables for a terminal, a notebook and a page."""
+"""Stored choices for people: tables for a terminal, a notebook and a page."""

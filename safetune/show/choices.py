@@ -18,9 +18,9 @@ _BAR_WIDTH = 10
 
 
 class Row(NamedTuple):
-    """A config, as it is stored, with its outcome; and whether it is the choice.
+    """A stored config with its outcome, and whether it is the choice.
 
-    `elsewhere`: the outcomes that it had with other calls of the key.
+    `elsewhere` has its outcomes with other calls of the key.
     """
 
     config: Mapping[str, Any]
@@ -41,9 +41,9 @@ def by_time(rows: Sequence[Row]) -> list[Row]:
 
 
 def gains(rows: Sequence[Row], choice_ms: float) -> tuple[str, str]:
-    """Return what a choice gains over the first declared config, and over the median config.
+    """Return the speedup of a choice over the first declared config, and over the median config.
 
-    Empty where a time is not known.
+    Empty if a time is not known.
     """
     times = [row.ms for row in rows if row.ms is not None]
     over_median = _over(statistics.median(times) if times else None, choice_ms)
@@ -58,7 +58,7 @@ def _over(ms: float | None, choice_ms: float) -> str:
 
 
 def failures(rows: Sequence[Row]) -> Counter[str]:
-    """Return how many configs ended with each verdict that is not ok."""
+    """Return the number of configs with each verdict except ok."""
     return Counter(row.outcome.label for row in rows if not row.outcome.ok)
 
 
@@ -74,7 +74,7 @@ class Summary:
 
 
 def summary_blocks(summaries: Sequence[Summary]) -> Iterator[Block]:
-    """Yield a row for each key: the choice, its time and what it gains, and how many failed."""
+    """Yield a row for each key: the choice, its time, its gain and the number of failures."""
     gained = [gains(s.rows, s.ms) if s.config is not None else ("", "") for s in summaries]
     failed = [sum(failures(s.rows).values()) for s in summaries]
     columns = [
@@ -99,7 +99,7 @@ def choice_blocks(
     columns: Sequence[Column],
     styles: Sequence[str | None] = (),
 ) -> Iterator[Block]:
-    """Yield a row for each call and its config, with more columns; above them what all share."""
+    """Yield a row for each call and its config, with more columns, below their common values."""
     shown: list[Column] = []
     readable = [readable_config(config or {}) for config in configs]
     for what, rows in (("all", calls), ("all choices", readable)):
@@ -127,7 +127,7 @@ def _bar(share: float) -> Bar:
 
 
 def trial_blocks(rows: Sequence[Row]) -> Iterator[Block]:
-    """Yield a row per config, fastest first, a star at the choice; then why others failed."""
+    """Yield a row per config, fastest first, a star at the choice; then reasons of failures."""
     rows = by_time(rows)
     common, parameters = common_and_columns([readable_config(row.config) for row in rows])
     if common:

@@ -1,4 +1,4 @@
-"""What is stored of a kernel, shown in Python and in a notebook."""
+"""The stored keys of a kernel, shown in Python and in a notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show(tuner: Tuner, everything: bool = False) -> None:
-    """Print the keys of a kernel as its source is now; with `everything`, all their configs."""
+    """Print the keys of a kernel's present source; with `everything`, all their configs."""
     if notebook() is None:
         print_blocks(_blocks(tuner, everything))
         return

@@ -26,6 +26,7 @@ from safetune.show.words import (
     moment,
     origin_word,
     origin_words,
+    place,
     readable_call,
     time_words,
 )
@@ -40,7 +41,7 @@ _DIGEST = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """A choice with its key, and where it is from, as `Store.origin` says it."""
+    """A choice with its key, and its origin as in `Store.origin`."""
 
     key: KeyRecord
     choice: ChoiceRecord
@@ -77,7 +78,7 @@ class StoredKey:
         ]
 
     def summary(self) -> Summary:
-        """Return what one row of a table says of it."""
+        """Return the values of a table's row."""
         call, entry = readable_call(self.key.call), self.entry
         if entry is None:
             return Summary(call, self.rows, None, note="no config works")
@@ -88,7 +89,7 @@ class StoredKey:
         return Summary(call, self.rows, entry.choice.config, entry.choice.median_ms, note)
 
     def blocks(self, names: str = "") -> Iterator[Block]:
-        """Yield the key, the choice, where it is from, what it gains, and every config.
+        """Yield the key, the choice with its origin and gain, and every config.
 
         Args:
             names: the classes of the names in the key.
@@ -100,7 +101,7 @@ class StoredKey:
         yield ""
 
     def facts(self, names: str = "") -> Iterator[tuple[str, str]]:
-        """Yield all that is known of it besides its configs, each with a name."""
+        """Yield named facts about the key, except its configs."""
         rows, key = self.rows, self.key
         yield "key", _key_words(key.call)
         yield "names", names
@@ -178,7 +179,7 @@ def keys_of(store: Store, kernel: str) -> list[StoredKey]:
 
 
 def _latest(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trial of the highest generation for each config, in the order of the first ones."""
+    """The trial of the highest generation for each config, in the order of first trials."""
     ordered = sorted(trials, key=lambda trial: trial.generation)
     return list({trial.config_digest: trial for trial in ordered}.values())
 
@@ -215,7 +216,7 @@ def _in_packs() -> Iterator[Entry]:
 
 
 def by_kernel(key: KeyRecord) -> Any:
-    """Return the place of a key among others: by kernel, then by its values."""
+    """Return the sort key of a key: by kernel, then by its values."""
     from safetune.store.packs.packs import natural
 
     return key.kernel_name, key.kernel_file, key.kernel_line, natural(key.call)
@@ -237,7 +238,7 @@ def newest_sources(keys: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def grouped(entries: Iterable[Any]) -> list[list[Any]]:
-    """Return what is printed in one table: of one kernel, device and toolchain, in its order."""
+    """Return the groups of keys for one table each: one kernel, device and toolchain."""
     groups: dict[tuple[str, ...], list[Any]] = {}
     for entry in entries:
         key, toolchain = entry.key, str(sorted(entry.key.toolchain.items()))
@@ -248,8 +249,7 @@ def grouped(entries: Iterable[Any]) -> list[list[Any]]:
 
 def kernel_blocks(key: KeyRecord) -> Iterator[Block]:
     """Yield a kernel's name and place, and the device and toolchain of its keys."""
-    place = f"{key.kernel_file}:{key.kernel_line}" if key.kernel_file else "(file not known)"
-    yield heading(f"{key.kernel_name}  {place}")
+    yield heading(f"{key.kernel_name}  {place(key.kernel_file, key.kernel_line)}")
     toolchain, name = key.toolchain, str(key.device["name"])
     target = [str(toolchain.get("target"))] * (toolchain.get("target") != name)
     parts = [name, f"Triton {toolchain.get('triton')}", *target]

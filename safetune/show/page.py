@@ -1,4 +1,4 @@
-"""One page on a kernel: its choices over shapes, the times of configs, and why others failed."""
+"""One page on a kernel: choices over shapes, times of configs, and reasons of failures."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetune.show.words import (
     moment,
     one_reason,
     origin_words,
+    place,
     readable_call,
     readable_config,
     time_words,
@@ -35,12 +36,12 @@ def page(kernel: str, keys: Sequence[StoredKey]) -> str:
 
 
 def _group(keys: Sequence[StoredKey]) -> dict[str, Any]:
-    """Return what the page says of one kernel on one device."""
+    """Return the page's section on one kernel on one device."""
     key = keys[0].key
     shapes = [readable_call(key.key.call) for key in keys]
     choices = [readable_config(key.entry.choice.config) if key.entry else {} for key in keys]
     return {
-        "place": f"{key.kernel_file}:{key.kernel_line}",
+        "place": place(key.kernel_file, key.kernel_line),
         "device": key.device["name"],
         "triton": key.toolchain.get("triton"),
         "source": key.kernel_digest[:8],

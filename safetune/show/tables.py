@@ -1,7 +1,6 @@
-"""Blocks of text: lines, headings, facts and tables, and the console that they are printed on.
+"""Blocks of text: lines, headings, facts and tables, and the console that prints them.
 
-Nothing in them can control a terminal: a name or a value may come from a file or a database that
-anybody wrote.
+Nothing in them can control a terminal, because names and values may come from anybody's files.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}<
 
 
 class Column(NamedTuple):
-    """A column of a table. One that is `spare` is left out where the table is too wide."""
+    """A column of a table. A `spare` one disappears if the table is too wide."""
 
     name: str
     cells: Sequence[object]
@@ -50,7 +49,7 @@ def verbatim(text: str, style: str = "") -> Block:
 
 
 def indented(text: str) -> Block:
-    """Return a text below what it belongs to."""
+    """Return an indented text."""
     return Padding.indent(text, 2)
 
 
@@ -65,9 +64,9 @@ def facts(named: Iterable[tuple[str, str]], style: str = "") -> Block:
 
 
 class Table:
-    """Rows below a heading for each column, and nothing of a row on a second line.
+    """Rows of one line each, below a heading for each column.
 
-    Where it is too wide, its headings take several lines; then its spare columns go, the last one
+    If it is too wide, its headings take several lines; then its spare columns go, the last one
     first; then texts are cut.
     """
 
@@ -87,7 +86,7 @@ class Table:
         return cls(columns, styles)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table as wide as it may be."""
+        """Yield the table, at most as wide as the console."""
         if not self.columns:
             return
         made = _made(self.columns, self.styles, str)
@@ -123,7 +122,7 @@ def _cell(cell: object) -> RenderableType:
 
 
 def columns_of(rows: Sequence[Mapping[str, object]]) -> list[Column]:
-    """Return a column for each name in some rows, empty where a row lacks it."""
+    """Return a column for each name in some rows, with empty cells for missing values."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [Column(name, [row.get(name, "") for row in rows]) for name in names]
 
@@ -131,7 +130,7 @@ def columns_of(rows: Sequence[Mapping[str, object]]) -> list[Column]:
 def common_and_columns(
     rows: Sequence[Mapping[str, str]],
 ) -> tuple[dict[str, str], list[Column]]:
-    """Return what all of several rows have in common, and the columns in which they differ."""
+    """Return the common values of several rows, and the columns in which they differ."""
     columns = columns_of(rows)
     if len(rows) < 2:
         return {}, columns
@@ -176,3 +175,7 @@ class _Console(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Let the caller handle it; rich's own method ends the process with exit code 1."""
+        raise  # what rich is handling

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -19,12 +21,15 @@ PACK = "pack "
 #: The end of a shared store's identity, which tells databases of one location apart.
 _DIGEST = re.compile(" [0-9a-f]{32}$")
 
+#: The folder of a library in a path.
+_LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
+
 #: Triton's compile errors begin with a location in the kernel's source and end with the reason.
 _TRITON_LOCATION = re.compile(r"at \d+:\d+:")
 
 
 def origin_words(origin: str) -> str:
-    """Return where a choice is from; `origin` is as `Store.origin` returns it."""
+    """Return the origin of a choice as text; `origin` is `Store.origin`'s."""
     known = {"": "measured here", IMPORTED: "imported", AGREED: "agreed on in sync()"}
     if origin.startswith(PACK):
         return f"in the {origin}"
@@ -43,8 +48,18 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
 
 
 def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
-    """Return recorded calls that are left out, and why, as plain JSON data."""
+    """Return omitted recorded calls, with reasons, as plain JSON data."""
     return [{"call": left.words, "reason": left.reason} for left in left_out]
+
+
+def place(file: str, line: int) -> str:
+    """Return `file:line`, with a short path in a library or below the working directory."""
+    if not file:
+        return "(file not known)"
+    short = _LIBRARIES.sub("", file)
+    with contextlib.suppress(OSError):  # the working directory was deleted
+        short = short.removeprefix(os.path.join(os.getcwd(), ""))
+    return f"{short}:{line}"
 
 
 def words(values: Mapping[str, object]) -> str:
@@ -121,7 +136,7 @@ def call_words(call: Mapping[str, Any]) -> str:
 
 
 def time_words(ms: float) -> str:
-    """Return a choice's time, or '' where it is not known, as of an imported one."""
+    """Return a choice's time, or '' if unknown, e.g. of an imported choice."""
     return duration(ms) if ms > 0 else ""
 
 
@@ -156,6 +171,6 @@ def moment(seconds: float) -> str:
 
 
 def one_reason(message: str) -> str:
-    """Return the line of a failure's message that says why."""
+    """Return the line of a failure's message that has the reason."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if _TRITON_LOCATION.match(lines[0]) else lines[0]

@@ -105,7 +105,9 @@ class Shown(_Strict, kw_only=True):
 
 
 class Tuning(_Strict, kw_only=True):
-    """A tuning; without a choice where no config works."""
+    """A kernel, workload and dtype. `choice` is null if no config works, `disputed` a reason or
+    empty, `measured` the number of configs that ran now.
+    """
 
     kernel: str
     shape: str
@@ -124,7 +126,7 @@ class Tuning(_Strict, kw_only=True):
 
 
 class TriedConfig(Outcome, kw_only=True):
-    """A config of a tuning."""
+    """A config of a tuning; `judged` is the number of configs with this result."""
 
     kernel: str
     shape: str
@@ -161,7 +163,7 @@ class Tuned(_Strict):
 
 
 class PlannedTuning(_Strict):
-    """A tuning of a plan."""
+    """A tuning of a plan; `share` is its share of the recorded time, if there is any."""
 
     kernel: str
     shape: str
@@ -186,7 +188,7 @@ class Plan(_Strict):
 
 
 class CoveredCall(_Strict):
-    """A recorded call, and what it is launched with."""
+    """A recorded call, where its choice was `found`, and the `problem` with its kernel."""
 
     kernel: str
     call: Call
@@ -199,7 +201,7 @@ class CoveredCall(_Strict):
 
 
 class Coverage(_Strict):
-    """What `coverage` prints."""
+    """What `coverage` prints; `lost` has a line for each way in which calls were lost."""
 
     by_calls: dict[str, float]
     by_time: dict[str, float]
@@ -208,7 +210,7 @@ class Coverage(_Strict):
 
 
 class Check(_Strict):
-    """A check of `doctor`."""
+    """A check of `doctor`; `state` is ok, warn or fail, and `fix` the remedy."""
 
     name: str
     state: str
@@ -224,11 +226,226 @@ class Checks(_Strict):
 
 
 class Pinned(_Strict):
-    """What `pin` prints."""
+    """What `pin` prints; `pinned` is the number of keys."""
 
     kernel: str
     config: Values
     pinned: int
+
+
+class Cleared(_Strict):
+    """What `clear` prints: the keys that it deleted, and those that the shared store still has."""
+
+    kernel: str | None
+    cleared: int
+    left_shared: int
+
+
+class ClearedFailures(_Strict):
+    """What `clear --failures` prints: the number of outcomes that it deleted."""
+
+    kernel: str | None
+    failures: int
+
+
+class WrittenChoices(_Strict):
+    """A file, and the number of choices in it."""
+
+    path: str
+    choices: int
+
+
+class Exported(_Strict):
+    """What `export` prints."""
+
+    written: list[WrittenChoices]
+
+
+class WrittenFailures(_Strict):
+    """A file, and the number of failures in it."""
+
+    path: str
+    failures: int
+
+
+class ExportedFailures(_Strict):
+    """What `export --failures` prints."""
+
+    written: list[WrittenFailures]
+
+
+class Imported(_Strict):
+    """What `import` prints: the numbers of new choices and of those that the store has (`known`).
+    Not imported: the store has another of the same generation (`kept`) or of a later one (`older`),
+    or only a newer safetune knows all their fields (`unknown`).
+    """
+
+    new: int
+    known: int
+    kept: int
+    older: int
+    unknown: int
+
+
+class LintFinding(_Strict):
+    """A finding of `lint`; lines and columns begin at 1."""
+
+    rule: str
+    path: str
+    line: int
+    column: int
+    kernel: str
+    message: str
+
+
+class Won(_Strict):
+    """A key on which a dropped config was the fastest, and the share by which it is slower now."""
+
+    call: Call
+    words: str
+    device: str
+    slower: float
+
+
+class DroppedConfig(_Strict):
+    """A config that `prune` drops."""
+
+    config: Values
+    won: list[Won]
+
+
+class Cost(_Strict):
+    """The times with a list, as ratios to the best config of each of `keys`: geometric mean, mean
+    weighted by recorded time, and worst. In `failed` of the keys no config of the list works.
+    """
+
+    keys: int
+    failed: int
+    mean: float
+    weighted: float
+    worst: float
+
+
+class LongerList(_Strict):
+    """A list of `keep` configs, and its cost on keys that were left out on purpose."""
+
+    keep: int
+    held_out: Cost
+
+
+class Pruned(_Strict):
+    """What `prune` prints; `cost` is on the stored keys, `held_out` on keys left out on purpose,
+    null with one key.
+    """
+
+    kernel: str
+    within: float
+    declared: int
+    kept: list[Values]
+    dropped: list[DroppedConfig]
+    not_declared: int
+    never_tried: list[Values]
+    keys: int
+    devices: list[str]
+    cost: Cost
+    held_out: Cost | None
+    longer: list[LongerList]
+
+
+class Place(_Strict):
+    """An element of a finding, the programs that access it, and lines of the kernel."""
+
+    index: list[int]
+    where: str
+    programs: list[list[int]]
+    lines: list[str]
+
+
+class OverlapFinding(_Strict):
+    """A finding of `verify` about an argument."""
+
+    kind: str
+    argument: str
+    elements: int
+    rows: int
+    places: list[Place]
+    access: str
+    most_programs: int
+    through: list[str]
+
+
+class WrittenArgument(_Strict):
+    """An argument, and how many of its elements were written."""
+
+    argument: str
+    elements: int
+    written: int
+
+
+class OverlapReport(_Strict):
+    """The report of one launch."""
+
+    ok: bool
+    kernel: str
+    config: str
+    grid: list[int]
+    findings: list[OverlapFinding]
+    written: list[WrittenArgument]
+    idle_programs: list[list[int]]
+    allowed: list[OverlapFinding]
+
+
+class VerifiedLaunch(_Strict):
+    """A launch. `verdict` is ok, the kinds of its findings, or "not checked" with an `error` and no
+    `report`.
+    """
+
+    kernel: str
+    shape: str
+    dtype: str
+    config: str
+    verdict: str
+    error: str
+    report: OverlapReport | None
+
+
+class SkippedWorkload(_Strict):
+    """A workload with more elements than --max-elements."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    elements: int
+
+
+class Verified(_Strict):
+    """What `verify` prints; `no_workload` names kernels that declare none."""
+
+    ok: bool
+    launches: list[VerifiedLaunch]
+    skipped: list[SkippedWorkload]
+    no_workload: list[str]
+
+
+class CompiledCall(_Strict):
+    """A call on a device, its config, and its binary: made now, there before, or an `error`."""
+
+    kernel: str
+    call: str
+    device: str
+    key: str
+    config: str
+    origin: str
+    was_there: bool
+    error: str
+
+
+class Warmed(_Strict):
+    """What `warm` prints; `not_reached` counts stored choices that were not compiled, by reason."""
+
+    compiled: list[CompiledCall]
+    left_out: list[LeftOut]
+    not_reached: dict[str, int]
 
 
 class Message(_Strict):
@@ -244,8 +461,7 @@ class Error(_Strict):
     error: Message
 
 
-#: What each command prints. `clear`, `export`, `import`, `lint`, `prune`, `verify` and `warm` are
-#: not among them.
+#: What each command prints.
 OUTPUTS: dict[str, Any] = {
     "list": list[Choice],
     "show": list[Shown],
@@ -254,8 +470,22 @@ OUTPUTS: dict[str, Any] = {
     "coverage": Coverage,
     "doctor": Checks,
     "pin": Pinned,
+    "clear": Cleared,
+    "clear --failures": ClearedFailures,
+    "export": Exported,
+    "export --failures": ExportedFailures,
+    "import": Imported,
+    "lint": list[LintFinding],
+    "prune": Pruned,
+    "verify": Verified,
+    "warm": Warmed,
     "error": Error,
 }
+
+
+def check(name: str, data: Any) -> None:
+    """Raise unless data is of the type of an output, and has no other field."""
+    msgspec.convert(data, OUTPUTS[name], strict=True)
 
 
 def schema() -> dict[str, Any]:

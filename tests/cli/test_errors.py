@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -438,3 +440,18 @@ def test_no_gpu_and_the_interpreter_forbidden(
     assert line.startswith("Error: Triton finds no GPU (")
     assert "Set TRITON_INTERPRET=1 before the kernel is decorated" in line
     assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("words", [("list",), ("list", "--json")], ids=" ".join)
+def test_a_reader_that_is_gone(tuned: None, words: tuple[str, ...]) -> None:
+    """As `safetune list | head -1` under pipefail: exit code 1 means that the answer is no."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "safetune", *words],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (141, b"")

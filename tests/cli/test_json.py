@@ -9,14 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.cli.json_types import OUTPUTS, schema
+from tests.cli.json_types import OUTPUTS, check, schema
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "output.schema.json"
-
-
-def check(name: str, data: Any) -> None:
-    """Raise unless data is of the type, and has no other field."""
-    msgspec.convert(data, OUTPUTS[name], strict=True)
 
 
 def test_the_published_schema_is_that_of_the_types() -> None:
@@ -51,3 +46,51 @@ def test_what_commands_print(
 
 def test_what_coverage_prints(recorded: None, safetune: Any) -> None:
     check("coverage", safetune.json("coverage"))
+
+
+def test_what_export_import_and_clear_print(
+    safetune: Any, tuned: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = safetune.json("export", tmp_path / "packs")
+    check("export", exported)
+    assert sum(file["choices"] for file in exported["written"]) == len(safetune.json("list"))
+    check("export --failures", safetune.json("export", "--failures", tmp_path / "failures.json"))
+    check("import", safetune.json("import", tmp_path / "packs"))
+    check("clear --failures", safetune.json("clear", "--failures", "add_one"))
+    cleared = safetune.json("clear", "add_one", "--yes")
+    check("clear", cleared)
+    assert cleared["cleared"] > 0
+
+
+def test_what_lint_prints(safetune: Any, tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[2] / "docs" / "examples" / "unmodified.py"
+    found = json.loads(safetune("lint", example, "--json").stdout)
+    check("lint", found)
+    assert [finding["rule"] for finding in found] == ["phantom"]
+
+
+def test_what_verify_prints(safetune: Any, targets: Path) -> None:
+    """A launch with a finding, one without, one that is skipped and one that is not checked."""
+    words = ("--shape", "small", "--dtype", "float16")
+    found = json.loads(
+        safetune("verify", f"{targets / 'overlapping.py'}:fill", *words, "--json").stdout
+    )
+    check("verify", found)
+    assert found["launches"][1]["report"]["findings"]
+    unchecked = json.loads(safetune("verify", targets / "unchecked.py", "--json").stdout)
+    check("verify", unchecked)
+    assert any(launch["report"] is None for launch in unchecked["launches"])
+    skipped = safetune.json("verify", targets / "add.py", "--max-elements", 200)
+    check("verify", skipped)
+    assert skipped["skipped"]
+
+
+def test_every_command_that_has_json_has_a_type() -> None:
+    from safetune.cli import main
+
+    with_json = {
+        name
+        for name, command in main.commands.items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert {name.partition(" ")[0] for name in OUTPUTS} == with_json | {"error"}

@@ -12,6 +12,7 @@ from safetune.keys import tuning_key
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, RecordedCall, TrialRecord
+from tests.cli.json_types import check
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +82,7 @@ def test_two_configs_do_for_four_keys_and_what_was_not_tried_stays(
     source: str, safetune: Any
 ) -> None:
     found = safetune.json("prune", source)
+    check("prune", found)
     assert blocks(found["kept"]) == [32, 128, 512]
     assert blocks(found["never_tried"]) == [512]
     assert found["declared"] == 5
@@ -120,6 +122,7 @@ def test_more_configs_stay_for_keys_that_were_not_measured(source: str, safetune
     )
     found = safetune.json("prune", source, "--device", "large")
     assert found["held_out"]["keys"] == 2
+    check("prune", found)
     (longer,) = found["longer"]
     assert longer["keep"] == 2, "half of the five configs"
     assert longer["held_out"]["worst"] <= found["held_out"]["worst"]

@@ -460,7 +460,7 @@ class TestLeft:
         assert result.exit_code == 0, result.stdout
         tuned = {tuning["kernel"] for tuning in json.loads(result.stdout)["tunings"]}
         assert tuned == {"kernel"}
-        assert "left to Triton, as SAFETUNE_LEAVE says: add_one\n" in result.stderr
+        assert "left to Triton by SAFETUNE_LEAVE: add_one\n" in result.stderr
         assert safetune.error("tune", f"{targets / 'add.py'}:add_one") == (
             "Error: SAFETUNE_LEAVE leaves all kernels of TARGET to Triton"
         )

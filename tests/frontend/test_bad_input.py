@@ -101,6 +101,10 @@ class TestConfigs:
             kernel(torch.zeros(8), torch.zeros(8), 8)
         assert str(caught.value) == ("write copy_kernel[grid](...): a launch needs a grid")
 
+    def test_a_misspelled_parameter(self) -> None:
+        with pytest.raises(TypeError, match=r"argument 'keys' \(did you mean 'key'\?\)$"):
+            safetune(configs=CONFIGS, keys=["N"])  # type: ignore[call-arg]
+
     def test_configs_that_were_replaced_do_not_conflict(self, device: str) -> None:
         kernel = safetune(configs=CONFIGS, key=["N"])(copy_kernel)
         kernel.configs = [triton.Config({}, num_warps=2)]

@@ -231,5 +231,5 @@ def test_what_cannot_be_obeyed_is_one_warning(fresh_process: FreshProcess, tmp_p
     )
     done = fresh_process(code, cwd=tmp_path, env={"NOTES": str(tmp_path / "notes")}, warm=True)
     assert done.returncode == 0, done.stderr
-    text = "something has replaced do_bench of triton.runtime.autotuner.Autotuner, which safetune"
+    text = "a library has replaced do_bench of triton.runtime.autotuner.Autotuner, which safetune"
     assert done.stderr.count(text) == 1

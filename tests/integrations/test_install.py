@@ -128,6 +128,16 @@ class TestInstall:
         assert f"install(keep=) has {missing[how]}" in done.stderr
         assert done.stderr.count("is not in the key of any kernel of this process") == 1
 
+    def test_a_kernel_that_is_never_launched_is_not_counted(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """The report counted every kernel that a library declares as one of the program's."""
+        folder = library()
+        (folder / "idle.py").write_text((folder / "lib.py").read_text())
+        code = "import safetune; safetune.install(); import idle, lib; lib.add()"
+        done = fresh_process(code, cwd=folder, warm=True)
+        assert "safetune: 1 of 2 kernels, 1 launch: 1 tuned, 0 looked up, 0 known" in done.stderr
+
     def test_a_second_process_looks_up(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:

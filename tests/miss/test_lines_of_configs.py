@@ -65,9 +65,9 @@ BUGS = (
     "`safetune show copy_kernel` says which"
 )
 LEFT_OUT = (
-    "safetune: copy_kernel: faster configs are left out, as their results differ from those of the "
-    "others: ADD=1.0 BLOCK=256 num_warps=4 num_stages=3 (2.00 times as fast). If they are right, "
-    "say what is right with reference=, or name the arguments that need not agree in scratch=[...]"
+    "safetune: copy_kernel: faster configs are left out, because their results differ from the "
+    "others': ADD=1.0 BLOCK=256 num_warps=4 num_stages=3 (2.00 times as fast). If they are right, "
+    "give the right result with reference=, or name the arguments that may differ in scratch=[...]"
 )
 
 

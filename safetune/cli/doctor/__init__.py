@@ -1,4 +1,4 @@
-"""`safetune doctor`: whether this machine, the store and the settings are fit for tuning."""
+"""`safetune doctor`: checks that this machine, the store and the settings are fit for tuning."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
 def doctor(quick: bool, shared: bool) -> None:
     """Check the GPU, the versions, isolation, the store and the limits of this process.
 
-    Prints a line for each check: ok, warn or fail, and how to fix it; and where the store is, and
-    how large. Isolation is checked with a real tuning, in which one config crashes. Exits with 1 if
-    a check fails.
+    Prints a line for each check: ok, warn or fail, with the fix; and the store's path and size.
+    Checks isolation with a real tuning, in which one config crashes. Exits with 1 if a check fails.
     """
     from safetune.cli.doctor import gpus, machine, stores
 

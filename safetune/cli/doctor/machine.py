@@ -1,4 +1,4 @@
-"""Checks of the machine: versions, limits, and isolation, which is tried."""
+"""Checks of the machine: versions, limits, and isolation, by a real tuning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEMORY = 4 << 30
 
 
 def versions() -> Iterator[Check]:
-    """Python, torch and Triton, against those that are supported."""
+    """Python, torch and Triton, against the supported versions."""
     is_linux = sys.platform == "linux"
     system = f"Linux {platform.release()}" if is_linux else sys.platform
     own = f"{version_of('safetune')}, Python {platform.python_version()}, {system}"
@@ -91,7 +91,7 @@ def _shared_memory(directory: Path) -> Check:
 
 
 def _calls() -> Check:
-    """Calls that older kernels lack, and that a container's seccomp profile may forbid."""
+    """System calls that older kernels lack, or a container's seccomp profile may forbid."""
     try:
         os.close(os.memfd_create("safetune-doctor", os.MFD_CLOEXEC))
         os.close(os.pidfd_open(os.getpid()))
@@ -122,7 +122,7 @@ def isolation(probe: Path = _PROBE) -> Iterator[Check]:
 
 
 def judged(code: int, stdout: str, stderr: str) -> Check:
-    """Return what a tuning of the probe shows."""
+    """Return the result of tuning the probe."""
     try:
         trials = json.loads(stdout)["trials"]
         labels = {trial["config"].split()[0]: trial["label"] for trial in trials}
@@ -134,4 +134,4 @@ def judged(code: int, stdout: str, stderr: str) -> Check:
     working = [name for name, label in labels.items() if label == "ok"]
     if code or working != ["FAULT=0"]:
         return check("isolation", words, fail="report it as a bug of safetune, with `--json`")
-    return check("isolation", f"a tuning process crashed, and the tuning went on ({words})")
+    return check("isolation", f"a tuning process crashed, and the tuning continued ({words})")

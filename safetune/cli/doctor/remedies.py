@@ -1,4 +1,4 @@
-"""What to do about a fault of a store, by its cause."""
+"""Remedies for faults of a store, by their cause."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _OF_SQLITE = {
 
 
 def remedy(error: BaseException, where: Path | str, otherwise: str) -> str:
-    """Return what to do about an error, of which the first known cause counts.
+    """Return the remedy for the first known cause of an error.
 
     Args:
-        where: the directory that the fault is in.
-        otherwise: what to do where no cause is known.
+        where: the directory with the fault.
+        otherwise: the remedy if no cause is known.
     """
     for cause in _causes(error):
         if fix := getattr(cause, "fix", ""):

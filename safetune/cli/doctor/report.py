@@ -1,4 +1,4 @@
-"""One check of `safetune doctor`: what was found, and what to do about it."""
+"""One check of `safetune doctor`: the finding, and its remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from safetune.frozen import dataclass
 
 
 class State(str, Enum):
-    """FAIL: safetune cannot do its work. WARN: it can, and something is likely to surprise."""
+    """FAIL: safetune cannot do its work. WARN: it can, but something is likely to surprise."""
 
     OK = "ok"
     WARN = "warn"
@@ -26,6 +26,6 @@ class Check:
 
 
 def check(name: str, found: str, fail: str = "", warn: str = "") -> Check:
-    """Return a check; it fails, or warns, where there is something to do about it."""
+    """Return a check; with a remedy it fails, or warns."""
     state = State.FAIL if fail else State.WARN if warn else State.OK
     return Check(name, state, found, fail or warn)

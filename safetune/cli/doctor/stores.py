@@ -1,4 +1,4 @@
-"""Checks of the settings, and of the places where choices are kept and compiled kernels cached."""
+"""Checks of the settings, the places of choices, and the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def settings() -> Iterator[Check]:
 
 
 def cache_directory() -> Iterator[Check]:
-    """The database: its file system, who may read it, its space, and whether it can be written."""
+    """The database: its file system, permissions and free space, and whether it is writable."""
     from safetune.store.local import db_files
 
     current = Settings.current()
@@ -133,7 +133,7 @@ def triton_cache() -> Iterator[Check]:
 
 
 def shared_store() -> Iterator[Check]:
-    """Whether the shared store answers, how fast, and whether it can be written."""
+    """The shared store: whether it answers and is writable, and its latency."""
     from safetune.store.shared.opening import open_shared
     from safetune.store.shared.protocol import Unwritable
 
@@ -166,7 +166,7 @@ def shared_store() -> Iterator[Check]:
 
 
 def shared_choices() -> Iterator[Check]:
-    """What the shared store has, of all devices and toolchains."""
+    """The number of choices in the shared store, of all devices and toolchains."""
     entries = copy_of_shared().choices()
     kernels = {entry.key.kernel_name for entry in entries}
     devices = sorted({str(entry.key.device["name"]) for entry in entries})
