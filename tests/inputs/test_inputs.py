@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import InvalidSetting, safetune, triton_internals
+from safetune.errors import StoreWarning
 from tests.conftest import stop_servers
 
 N = 100
@@ -132,7 +133,7 @@ class TestCopies:
         assert len(told) >= 2
         assert [each for each in told if each != [[facts(beside)], None]] == []
 
-    def test_complex_tensors_are_copied(self, log: Any, records: Any) -> None:
+    def test_complex_tensors_are_copied(self, log: Any) -> None:
         """A kernel gets their parts; its hook sees both, in one storage."""
         numbers = torch.randn(N, dtype=torch.complex64)
         parent, write = os.getpid(), log.writer()
@@ -147,10 +148,11 @@ class TestCopies:
         kernel = safetune(configs=blocks(16, 32, pre_hook=hook), key=["n"])(copy_kernel)
         before = numbers.clone()
         src, dst = torch.view_as_real(numbers).flatten(), torch.zeros(2 * N)
-        kernel[grid](dst, src, 2 * N)
+        with pytest.warns(StoreWarning, match="pre_hook"):  # one over a tensor has no identity
+            kernel[grid](dst, src, 2 * N)
         assert torch.equal(dst, src)
         assert torch.equal(numbers, before)
-        assert records.labels() == {16: "ok", 32: "ok"}
+        assert len(kernel.configs_timings) == 2
         texts = [text for _, text in log.lines()]
         assert texts[0] == bits(torch.view_as_real(before))
         assert texts[1] == "7.0"

@@ -484,8 +484,7 @@ class TestHooks:
         with pytest.warns(UserWarning, match="not tuned") as caught:
             assert copies(tuner)
 
-        (warning,) = (each for each in caught if issubclass(each.category, UserWarning))
-        text = str(warning.message)
+        (text,) = (text for text in (str(each.message) for each in caught) if "not tuned" in text)
         assert "copy_kernel is not tuned for n=100" in text
         assert "runs with its first config" in text
         assert "cannot pickle '_thread.lock' object" in text
@@ -527,7 +526,7 @@ def _refuse() -> None:
 
 
 class TestTensorsOfHooks:
-    def test_tensors_of_hooks_are_copied(self, log: Any, records: Any) -> None:
+    def test_tensors_of_hooks_are_copied(self, log: Any) -> None:
         """A hook reads the caller's values and writes to the child's."""
         write = log.writer()
         parent = os.getpid()
@@ -539,14 +538,15 @@ class TestTensorsOfHooks:
                 write(table.sum().item())
                 table.fill_(-1)
 
-        assert copies(safetune(configs=blocks(16, 32, pre_hook=hook), key=["n"])(copy_kernel))
-        assert records.labels() == {16: "ok", 32: "ok"}
+        tuner = safetune(configs=blocks(16, 32, pre_hook=hook), key=["n"])(copy_kernel)
+        assert copies(tuner)
+        assert len(tuner.configs_timings) == 2
         assert torch.equal(table, before)
         assert log.lines()[0][1] == "45.0"
         assert "-10.0" in [text for _, text in log.lines()], "between launches that are timed"
         assert [text for _, text in log.lines()].count("45.0") >= 2, "each config starts anew"
 
-    def test_alias_the_arguments_that_they_alias_here(self, log: Any, records: Any) -> None:
+    def test_alias_the_arguments_that_they_alias_here(self, log: Any) -> None:
         write = log.writer()
         parent = os.getpid()
         src, dst = torch.randn(N), torch.zeros(N)
@@ -560,7 +560,7 @@ class TestTensorsOfHooks:
         tuner = safetune(configs=blocks(16, 32, pre_hook=hook), key=["n"])(copy_kernel)
         tuner[grid](dst, src, N)
         assert torch.equal(dst, src)
-        assert records.labels() == {16: "ok", 32: "ok"}
+        assert len(tuner.configs_timings) == 2
         assert {text for _, text in log.lines()} == {"[3.0, False]"}
 
 
