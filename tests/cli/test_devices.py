@@ -349,7 +349,7 @@ class TestDevices:
         command = ("tune", targets / "sweep.py", "--devices=0,1")
         start(*command, env={**fifo.env, "TEST_WAIT_AT": "128"}, terminal=terminal.theirs)
         fifo.pids()
-        terminal.wait_for("1/2 tunings", "/10 configs", "configs/s", "left")
+        terminal.wait_for("1/2 tunings", "/10 ", " < ")
         terminal.wait_for("process ", ": add_one  first  float32  BLOCK=", "(5 measured)")
         fifo.let_go()
         terminal.read_to_the_end()
