@@ -68,7 +68,7 @@ def test_a_library_has_its_times_and_the_verdicts_of_its_configs(cold_libraries:
 def test_a_step_that_never_ends_is_a_row(
     cold_libraries: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "steps.py").write_text("import time\nwhile True: time.sleep(1)\n")
+    (tmp_path / "steps.py").write_text("import signal\nsignal.pause()\n")
     monkeypatch.setattr(cold_libraries, "LIMIT_S", 2.0)
 
     row = cold_libraries._run("twice", "triton", tmp_path)
