@@ -62,11 +62,12 @@ def configs_of(launch: Launch, take_all: bool) -> list[Any]:
     """Return the configs that the current device may launch, or any may."""
     import torch
 
-    from safetune.kernels.configs import MOST_CONFIGS_ON, backward_configs_on
+    from safetune.kernels.configs import backward_configs, has_fast_memory
 
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    name = MOST_CONFIGS_ON if take_all else here
-    return backward_configs_on(name, launch.kernel.configs, **launch.kwargs)
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    fast_memory = take_all or has_fast_memory()
+    return backward_configs(launch.kernel.configs, fast_memory, **launch.kwargs)
 
 
 def compile_one(job: tuple[Problem, int]) -> str:

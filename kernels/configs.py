@@ -6,6 +6,7 @@ valid for every number of columns: a tile is as many whole rows as fit, or else 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,12 +33,14 @@ HALVED_ROW = 8192
 #: up to 4 % slower in repeated backward passes.
 MOST_IN_A_TURN = 4096
 
-#: The same for other cards, by how their names begin. An H200 has the multiprocessors of an H100
-#: and 1.4 times its bandwidth: there the configs that take 16 KiB are up to 9 % faster.
-MOST_IN_A_TURN_ON = {"NVIDIA H200": 8192}
+#: The same where memory is fast. An H200 has the multiprocessors of an H100 and 1.4 times its
+#: bandwidth: there the configs that take 16 KiB are up to 9 % faster.
+MOST_IN_A_TURN_OF_FAST_MEMORY = 8192
 
-#: A card on which pruning leaves every config that it leaves on any card.
-MOST_CONFIGS_ON = max(MOST_IN_A_TURN_ON, key=MOST_IN_A_TURN_ON.__getitem__)
+#: Memory is fast above this bandwidth per multiprocessor, in GB/s: an H100 has 25, an H200 37. Only
+#: these two are measured. A GH200 has 31 or 37 and a B200 54, so they get the rules of an H200; an
+#: A100 has 19 and gets those of an H100.
+FAST_MEMORY_GB_S = 30
 
 #: The most elements in a tile of the backward kernel: a program keeps sums of its columns.
 WIDEST_TILE = 16384
@@ -75,6 +78,13 @@ def _finalize_config(tile_programs: int, tile_columns: int, num_warps: int) -> C
     )
 
 
+#: Only where memory is fast: on an H200 the first takes 13 % less time than any other for layer norm
+#: of 512 columns, the second 3 % less for RMS norm of 32768.
+FORWARD_CONFIGS_OF_FAST_MEMORY = [
+    _forward_config(num_warps=2, elements_per_thread=64),
+    _forward_config(num_warps=32),
+]
+
 # For every number of columns and both norms, each list has the fastest config on an H100 or a
 # config within 1 % of it (benchmarks/norms.py --sweep), and two configs that any card can launch.
 # The first config that pruning leaves runs when nothing is tuned and when a call is pinned, so it
@@ -91,6 +101,7 @@ FORWARD_CONFIGS = [
     _forward_config(num_warps=8, elements_per_thread=32),
     _forward_config(num_warps=16, elements_per_thread=32),
     _forward_config(num_warps=32, elements_per_thread=32),
+    *FORWARD_CONFIGS_OF_FAST_MEMORY,
 ]
 
 # Stages are rows in shared memory, and not all cards have enough of it for long rows. Configs with
@@ -121,12 +132,19 @@ BACKWARD_CONFIGS = [
     ),
 ]
 
-#: For rows that several programs share: see `long_rows`. With 128 registers for 256 threads, two
-#: programs fit on a multiprocessor.
+#: For rows that several programs share: see `long_rows`. The second is for `is_light` rows, which
+#: need 168 registers at most, so that half as many programs more fit on a multiprocessor.
 LONG_BACKWARD_CONFIGS = [
-    Config({"TILE_ELEMENTS": 4096, "PIPELINE_STAGES": 3}, num_warps=8, maxnreg=128)
+    Config({"TILE_ELEMENTS": 1024, "PIPELINE_STAGES": 3}, num_warps=1),
+    Config({"TILE_ELEMENTS": 1024, "PIPELINE_STAGES": 4}, num_warps=1, maxnreg=168),
 ]
-LONG_PROGRAMS_PER_SM = 2
+LONG_PROGRAMS_PER_SM = 8
+LIGHT_PROGRAMS_PER_SM = 12
+
+#: Rows of at least this length are long where memory is fast: the exchange between programs costs
+#: less there than to read half of a row twice, from the L2 cache. Elsewhere those are that have
+#: more than `WIDEST_TILE`.
+LONG_ROW_OF_FAST_MEMORY = 8192
 
 FINALIZE_CONFIGS = [
     _finalize_config(128, 16, num_warps=4),
@@ -232,8 +250,34 @@ def programs_per_sm(columns: int, sums: int, pinned: bool = False) -> float:
 def prune_configs(
     configs: Sequence[Config], named_args: dict[str, Any], *, COLUMNS: int, **kwargs: Any
 ) -> list[Config]:
+    """Return those that `forward_configs` leaves on the current device."""
+    return forward_configs(configs, COLUMNS, has_fast_memory())
+
+
+def forward_configs(configs: Sequence[Config], columns: int, fast_memory: bool) -> list[Config]:
     """Return the configs that cut no row, or long ones into long slices, with no tile too tall."""
-    return _with_few_slices(configs, COLUMNS, triton.cdiv(COLUMNS, LONG_SLICE))
+    left = _with_few_slices(configs, columns, triton.cdiv(columns, LONG_SLICE))
+    return [c for c in left if fast_memory or c not in FORWARD_CONFIGS_OF_FAST_MEMORY]
+
+
+def prune_long_configs(
+    configs: Sequence[Config],
+    named_args: dict[str, Any],
+    *,
+    COLUMNS: int,
+    HAS_BIAS: bool,
+    HAS_RESIDUAL_GRADIENT: bool,
+    **kwargs: Any,
+) -> list[Config]:
+    """Return the config for such rows; none is tuned."""
+    itemsize = named_args["input_pointer"].dtype.itemsize
+    return [configs[is_light(COLUMNS, itemsize, HAS_BIAS, HAS_RESIDUAL_GRADIENT)]]
+
+
+def is_light(columns: int, itemsize: int, has_bias: bool, has_residual_gradient: bool) -> bool:
+    """Return whether the second of the `LONG_BACKWARD_CONFIGS` is launched: for sums of one
+    parameter, on rows of 16-bit values that begin at 16 bytes."""
+    return columns % 8 == 0 and itemsize == 2 and not (has_bias or has_residual_gradient)
 
 
 def _with_few_slices(configs: Sequence[Config], COLUMNS: int, enough: int) -> list[Config]:
@@ -262,10 +306,10 @@ def prune_backward_configs(
     HAS_RESIDUAL_GRADIENT: bool,
     **kwargs: Any,
 ) -> list[Config]:
-    """Return those that `backward_configs_on` leaves on the current device."""
-    return backward_configs_on(
-        _device_name(),
+    """Return those that `backward_configs` leaves on the current device."""
+    return backward_configs(
         configs,
+        has_fast_memory(),
         COLUMNS=COLUMNS,
         IN_PLACE=IN_PLACE,
         HAS_WEIGHT=HAS_WEIGHT,
@@ -274,15 +318,28 @@ def prune_backward_configs(
     )
 
 
-def _device_name() -> str:
-    """Return the name of the current device; nothing where torch uses none."""
+def has_fast_memory(device: int | None = None) -> bool:
+    """Return whether a device, by default the current one, has fast memory.
+
+    False where torch uses no GPU, as in the interpreter and in compiles for another machine.
+    """
     torch = sys.modules.get("torch")
-    return torch.cuda.get_device_name() if torch and torch.cuda.is_initialized() else ""
+    if not (torch and torch.cuda.is_initialized()):
+        return False
+    return _has_fast_memory(torch.cuda.current_device() if device is None else device)
 
 
-def backward_configs_on(
-    device_name: str,
+@functools.cache
+def _has_fast_memory(device: int) -> bool:
+    facts = triton.runtime.driver.active.utils.get_device_properties(device)
+    # In kHz and bits; data comes twice in a clock.
+    gb_per_s = 2 * facts["mem_clock_rate"] * facts["mem_bus_width"] / 8 / 1e6
+    return gb_per_s / facts["multiprocessor_count"] > FAST_MEMORY_GB_S
+
+
+def backward_configs(
     configs: Sequence[Config],
+    fast_memory: bool,
     *,
     COLUMNS: int,
     IN_PLACE: bool,
@@ -293,8 +350,8 @@ def backward_configs_on(
 ) -> list[Config]:
     """Return the configs that give every multiprocessor a program, or that cut no row in place.
 
-    And that take no more in a turn than is good on that device. The first of them, which runs when
-    a call is pinned, is the same on all.
+    And that take no more in a turn than is good there. The first of them, which runs when a call is
+    pinned, is the same on all devices.
     """
     sums = HAS_WEIGHT + HAS_BIAS
     is_halved = COLUMNS == HALVED_ROW and not (IN_PLACE or (sums > 1 and HAS_RESIDUAL_GRADIENT))
@@ -307,7 +364,8 @@ def backward_configs_on(
             "memory of their own"
         )
     per_sm = programs_per_sm(COLUMNS, sums)
-    most = max(most_in_a_turn(device_name), triton.next_power_of_2(COLUMNS))
+    most = MOST_IN_A_TURN_OF_FAST_MEMORY if fast_memory else MOST_IN_A_TURN
+    most = max(most, triton.next_power_of_2(COLUMNS))
     return [
         config
         for config, count in zip(left, slices, strict=True)
@@ -318,9 +376,3 @@ def backward_configs_on(
 
 def _takes_too_much(config: Config, per_sm: float, most: int) -> bool:
     return config.kwargs["IN_TURNS"] and config.kwargs["TILE_ELEMENTS"] * per_sm > most
-
-
-def most_in_a_turn(device_name: str) -> int:
-    """Return the most elements in turns of whole rows on a device of that name."""
-    known = (most for begin, most in MOST_IN_A_TURN_ON.items() if device_name.startswith(begin))
-    return next(known, MOST_IN_A_TURN)

@@ -175,8 +175,10 @@ def backward_rows(
         dres_in = dx if has_residual and dres_in is None else dres_in
         return (dx, dw, db, dres_in), BackwardLaunches(None, launch, None)
     long = is_long(x, recompute_output, pinned)
-    sizes = (x, weight, bias, num_groups, pinned)
-    plan = long_rows_plan(x, num_groups) if long else backward_plan(*sizes)
+    if long:
+        plan = long_rows_plan(x, num_groups, bias is not None, dres is not None)
+    else:
+        plan = backward_plan(x, weight, bias, num_groups, pinned)
     arguments = (*operands, has_residual, is_rms_norm, x_dtype, recompute_output)
     outputs, launch = backward_launch(plan, *arguments)
     launch = long_rows_launch(launch) if long else launch

@@ -1,7 +1,7 @@
-"""The backward kernel for rows whose sums exceed one program's registers: for an H100.
+"""The backward kernel for rows whose sums exceed one program's registers: for an H100 or an H200.
 
-Several programs share a row. Each reads its slice once and has a part of the row's sums. It
-publishes that part, and finishes the row in its next turn, when the other parts are there.
+Several programs of one warp share a row. Each reads its slice once and has a part of the row's
+sums. It publishes that part, and finishes the row in its next turn, when the other parts are there.
 
 Programs take their numbers as they start, and a row's programs have neighbouring numbers. So a
 program waits only for programs that have started or start next. It is enough that the programs of
@@ -11,6 +11,7 @@ one row fit on the card together, which `is_long` ensures.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -19,53 +20,84 @@ from torch import Tensor
 
 from safetune import safetune
 from safetune.kernels.configs import (
+    LIGHT_PROGRAMS_PER_SM,
     LONG_BACKWARD_CONFIGS,
     LONG_PROGRAMS_PER_SM,
+    LONG_ROW_OF_FAST_MEMORY,
     WIDEST_TILE,
+    has_fast_memory,
+    is_light,
+    prune_long_configs,
     slice_columns,
     slice_count,
 )
 from safetune.kernels.grid_policy import GridPlan, plan_grid
 from safetune.kernels.launches import Launch, sm_count
 from safetune.kernels.layer_norm import input_gradient
-from safetune.kernels.tiles import load_as, owned_tiles, sum_columns, tile_start
+from safetune.kernels.tiles import load_as, owned_tiles, tile_start
 
 
 @triton.jit
-def publish(pointer, value):
-    """Store a sum and the mark that it is there, in one word of 64 bits: all of it, or nothing."""
-    word = value.to(tl.uint32, bitcast=True).to(tl.uint64) | (tl.full((), 1, tl.uint64) << 32)
-    tl.atomic_xchg(pointer, word.to(tl.int64, bitcast=True), sem="relaxed")
+def publish(pointers, projection, total):
+    """Store two sums in one word of 64 bits: both of them, or nothing."""
+    low = projection.to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = total.to(tl.uint32, bitcast=True).to(tl.uint64)
+    tl.atomic_xchg(pointers, (low | (high << 32)).to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @triton.jit
 def awaited(pointers):
-    """Return the sums at `pointers`, once all of them are published."""
+    """Return the two sums of each word, once all of them are published.
+
+    A word has all bits set before: a NaN that no addition returns.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .pred missing;
-        .reg .b32 mark;
         .reg .b64 word;
         again:
-        ld.relaxed.gpu.global.b64 word, [$1];
-        mov.b64 {$0, mark}, word;
-        setp.eq.u32 missing, mark, 0;
+        ld.relaxed.gpu.global.b64 word, [$2];
+        setp.eq.s64 missing, word, -1;
         @missing bra again;
+        mov.b64 {$0, $1}, word;
         }""",
-        "=r,l",
+        "=r,=r,l",
         [pointers],
-        dtype=tl.float32,
+        dtype=(tl.float32, tl.float32),
         is_pure=False,
         pack=1,
     )
 
 
 @triton.jit
-def sum_shares(words, SLICES: tl.constexpr):
-    """Return the sum of a row, to which each program that shares it has published a part."""
-    share = tl.arange(0, triton.next_power_of_2(SLICES))
-    values = awaited(words + tl.minimum(share, SLICES - 1))
-    return tl.sum(tl.where(share < SLICES, values, 0.0), axis=0)
+def sum_words(words, SLICES: tl.constexpr):
+    """Return both sums of a row, from the words of all programs that share it, a lane for each."""
+    LANES: tl.constexpr = min(32, triton.next_power_of_2(SLICES))
+    lane = tl.arange(0, LANES)
+    projections, totals = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    for first in tl.static_range(0, SLICES, LANES):
+        projection, total = awaited(words + tl.minimum(first + lane, SLICES - 1))
+        projections += tl.where(first + lane < SLICES, projection, 0.0)
+        totals += tl.where(first + lane < SLICES, total, 0.0)
+    return tl.sum(projections, axis=0), tl.sum(totals, axis=0)
+
+
+@triton.constexpr_function
+def packed_values(dtype, columns):
+    """Return how many values are loaded as one: two of bf16, where no pair is of two rows."""
+    return 2 if dtype == tl.bfloat16 and columns % 2 == 0 else 1
+
+
+@triton.jit
+def load_slice(pointer, row, own_slice, COLUMNS: tl.constexpr, SLICE: tl.constexpr):
+    """Load a slice of a row, two values in an int32 or each for itself."""
+    PACKED: tl.constexpr = packed_values(pointer.dtype.element_ty, COLUMNS)
+    local = tl.arange(0, triton.next_power_of_2(SLICE) // PACKED)[None, :]
+    first = own_slice * (SLICE // PACKED)
+    mask = (local < SLICE // PACKED) & (first + local < COLUMNS // PACKED)
+    if PACKED == 2:
+        pointer = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+    return tl.load(pointer + (row * (COLUMNS // PACKED) + first + local), mask=mask, other=0)
 
 
 @triton.jit
@@ -77,9 +109,25 @@ def as_loaded(values, zero):
 
 
 @triton.jit
+def widen(values):
+    """Return loaded values in fp32."""
+    if values.dtype == tl.int32:
+        low, high = values << 16, values & -65536
+        pairs = tl.join(low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+        values = tl.reshape(pairs, (1, 2 * values.shape[1]))
+    return values.to(tl.float32)
+
+
+@triton.jit
+def normalize(x, rstd, shift, IS_RMS_NORM: tl.constexpr):
+    """Return the normalized x in fp32; shift is -mean * rstd, no less exact than the mean."""
+    return widen(x) * rstd if IS_RMS_NORM else widen(x) * rstd + shift
+
+
+@triton.jit
 def weigh(dy, weight, HAS_WEIGHT: tl.constexpr):
-    """Return dy as fp32, times the weight if there is one."""
-    return dy.to(tl.float32) * weight.to(tl.float32) if HAS_WEIGHT else dy.to(tl.float32)
+    """Return dy in fp32, times the weight if there is one."""
+    return widen(dy) * weight if HAS_WEIGHT else widen(dy)
 
 
 @triton.jit
@@ -88,33 +136,28 @@ def begin_row(
     input_pointer,
     mean_pointer,
     rstd_pointer,
-    words,
+    word,
     weight,
     row,
-    column,
-    column_mask,
+    own_slice,
     COLUMNS: tl.constexpr,
-    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
     IS_RMS_NORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """Load a slice of a row and publish its share of the row's sums: (dy, x, mean, rstd)."""
+    """Load a slice of a row and publish its part of the row's sums: (dy, x, rstd, shift)."""
     rstd = tl.load(rstd_pointer + row)
-    mean = 0.0
+    shift = 0.0
     if not IS_RMS_NORM:
-        mean = tl.load(mean_pointer + row)
-    offset = row * COLUMNS + column
-    dy = tl.load(output_gradient_pointer + offset, mask=column_mask, other=0.0)
-    x = tl.load(input_pointer + offset, mask=column_mask, other=0.0)
+        shift = -tl.load(mean_pointer + row) * rstd
+    dy = load_slice(output_gradient_pointer, row, own_slice, COLUMNS, SLICE)
+    x = load_slice(input_pointer, row, own_slice, COLUMNS, SLICE)
     weighted = weigh(dy, weight, HAS_WEIGHT)
-    products = (x.to(tl.float32) - mean) * rstd * weighted
-    if IS_RMS_NORM:
-        publish(words, tl.sum(tl.sum(products, axis=1), axis=0))
-    else:
-        projection, total = sum_columns(products, weighted)
-        publish(words, tl.sum(projection))
-        publish(words + SLICES, tl.sum(total))
-    return dy, x, mean, rstd
+    products = normalize(x, rstd, shift, IS_RMS_NORM) * weighted
+    projection = tl.sum(products, axis=1)
+    total = tl.zeros((1,), tl.float32) if IS_RMS_NORM else tl.sum(weighted, axis=1)
+    publish(word + tl.arange(0, 1), projection, total)
+    return dy, x, rstd, shift
 
 
 @triton.jit
@@ -137,10 +180,7 @@ def finish_row(
     STORE_RESIDUAL_GRADIENT: tl.constexpr,
 ):
     """Store a slice of dx, of dy as it was loaded and the normalized x: (dy, x), both fp32."""
-    projection = sum_shares(words, SLICES)
-    total = 0.0
-    if not IS_RMS_NORM:
-        total = sum_shares(words + SLICES, SLICES)
+    projection, total = sum_words(words, SLICES)
     weighted = weigh(dy, weight, HAS_WEIGHT)
     dx = input_gradient(weighted, x, projection, total, rstd, COLUMNS, IS_RMS_NORM)
     if HAS_RESIDUAL_GRADIENT:
@@ -149,7 +189,7 @@ def finish_row(
         tl.store(residual_gradient_pointer + offset, dx, mask=column_mask)
     dx_pointer = input_gradient_pointer + offset
     tl.store(dx_pointer, dx, mask=column_mask, eviction_policy="evict_first")
-    return dy.to(tl.float32), x
+    return widen(dy), x
 
 
 @safetune(
@@ -163,6 +203,7 @@ def finish_row(
         "HAS_RESIDUAL_GRADIENT",
         "STORE_RESIDUAL_GRADIENT",
     ],
+    prune_configs_by={"early_config_prune": prune_long_configs},
     scratch=["weight_partials_pointer", "bias_partials_pointer"],
 )
 @triton.jit(do_not_specialize=["rows", "programs_per_group"])
@@ -193,57 +234,56 @@ def long_rows_backward_kernel(
 ):
     """Walk the rows that the grid plan gives to some programs, and store this one's slice of them.
 
-    Arguments are those of `layer_norm_backward_kernel`, except the words, int64 and all zero: each
-    row has one per sum and slice, and the last word counts the programs that have started.
+    Arguments are those of `layer_norm_backward_kernel`, except the words, int64 and all -1: each
+    row has one per slice, and the last word counts the programs that have started.
     """
     SLICE: tl.constexpr = slice_columns(TILE_ELEMENTS, COLUMNS)
     SLICES: tl.constexpr = triton.cdiv(COLUMNS, SLICE)
-    WORDS: tl.constexpr = SLICES if IS_RMS_NORM else 2 * SLICES
     TILE_COLUMNS: tl.constexpr = triton.next_power_of_2(SLICE)
     # 64 bits from here on: offsets get past 2^31.
-    number = tl.atomic_add(words_pointer + rows.to(tl.int64) * (GROUPS * WORDS), 1, sem="relaxed")
+    last_word = words_pointer + rows.to(tl.int64) * (GROUPS * SLICES)
+    number = tl.atomic_add(last_word, 1, sem="relaxed") + 1
     program, own_slice = number // SLICES, number % SLICES
     group, index = program // programs_per_group, program % programs_per_group
     turns, first_row, _end = owned_tiles(index, rows, programs_per_group, 1, True)
+    own_words = words_pointer + own_slice
     local = tl.arange(0, TILE_COLUMNS)[None, :]
     column = own_slice * SLICE + local
     column_mask = (local < SLICE) & (column < COLUMNS)
     weight = 1.0
     if HAS_WEIGHT:
-        weight = tl.load(weight_pointer + group * COLUMNS + column, mask=column_mask, other=0.0)
+        weight = load_as(weight_pointer + group * COLUMNS + column, column_mask, tl.float32)
     weight_sums = tl.zeros((1, TILE_COLUMNS), tl.float32)
     bias_sums = tl.zeros((1, TILE_COLUMNS), tl.float32)
     zero = tl.minimum(rows, 0)
     row = tile_start(0, index, programs_per_group, first_row, 1, True) * GROUPS + group
-    dy, x, mean, rstd = begin_row(
+    dy, x, rstd, shift = begin_row(
         output_gradient_pointer,
         input_pointer,
         mean_pointer,
         rstd_pointer,
-        words_pointer + row * WORDS + own_slice,
+        own_words + row * SLICES,
         weight,
         row,
-        column,
-        column_mask,
+        own_slice,
         COLUMNS,
-        SLICES,
+        SLICE,
         IS_RMS_NORM,
         HAS_WEIGHT,
     )
     for turn in tl.range(1, turns, num_stages=PIPELINE_STAGES):
         next_row = tile_start(turn, index, programs_per_group, first_row, 1, True) * GROUPS + group
-        next_dy, next_x, next_mean, next_rstd = begin_row(
+        next_dy, next_x, next_rstd, next_shift = begin_row(
             output_gradient_pointer,
             input_pointer,
             mean_pointer,
             rstd_pointer,
-            words_pointer + next_row * WORDS + own_slice,
+            own_words + next_row * SLICES,
             weight,
             next_row,
-            column,
-            column_mask,
+            own_slice,
             COLUMNS,
-            SLICES,
+            SLICE,
             IS_RMS_NORM,
             HAS_WEIGHT,
         )
@@ -251,9 +291,9 @@ def long_rows_backward_kernel(
             residual_output_gradient_pointer,
             input_gradient_pointer,
             residual_gradient_pointer,
-            words_pointer + row * WORDS,
+            words_pointer + row * SLICES,
             as_loaded(dy, zero),
-            (as_loaded(x, zero).to(tl.float32) - mean) * rstd,
+            normalize(as_loaded(x, zero), rstd, shift, IS_RMS_NORM),
             weight,
             rstd,
             row * COLUMNS + column,
@@ -267,14 +307,14 @@ def long_rows_backward_kernel(
         )
         weight_sums += dy * normalized
         bias_sums += dy
-        dy, x, mean, rstd, row = next_dy, next_x, next_mean, next_rstd, next_row
+        dy, x, rstd, shift, row = next_dy, next_x, next_rstd, next_shift, next_row
     dy, normalized = finish_row(
         residual_output_gradient_pointer,
         input_gradient_pointer,
         residual_gradient_pointer,
-        words_pointer + row * WORDS,
+        words_pointer + row * SLICES,
         as_loaded(dy, zero),
-        (as_loaded(x, zero).to(tl.float32) - mean) * rstd,
+        normalize(as_loaded(x, zero), rstd, shift, IS_RMS_NORM),
         weight,
         rstd,
         row * COLUMNS + column,
@@ -294,37 +334,37 @@ def long_rows_backward_kernel(
 
 
 def is_long(x: Tensor, recompute_output: bool, pinned: bool) -> bool:
-    """Return whether `long_rows_launch` is the faster one for a matrix, as it is on an H100.
+    """Return whether `long_rows_launch` is the faster one for a matrix.
 
     Never where a row's programs would fill more than half of the card: they wait for each other.
     """
     if pinned or recompute_output or x.dtype == torch.float64:
         return False
     columns = x.shape[1]
-    return (
-        columns > WIDEST_TILE
-        and _has_long_rows(x.device)
-        and _slices(columns) <= sm_count(x.device)
-    )
+    fits = 2 * _slices(columns) <= LONG_PROGRAMS_PER_SM * sm_count(x.device)
+    return fits and columns >= _long_row(x.device)
 
 
 @functools.cache
-def _has_long_rows(device: torch.device) -> bool:
+def _long_row(device: torch.device) -> float:
+    """Return the number of columns from which rows are long."""
     # Programs that wait for each other: not in the interpreter, which runs one after the other.
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return math.inf
+    return LONG_ROW_OF_FAST_MEMORY if has_fast_memory(device.index) else WIDEST_TILE + 1
 
 
 @functools.cache
 def _slices(columns: int) -> int:
-    (config,) = LONG_BACKWARD_CONFIGS
-    return slice_count(config.kwargs["TILE_ELEMENTS"], columns)
+    return slice_count(LONG_BACKWARD_CONFIGS[0].kwargs["TILE_ELEMENTS"], columns)
 
 
-def long_rows_plan(x: Tensor, num_groups: int) -> GridPlan:
+def long_rows_plan(x: Tensor, num_groups: int, has_bias: bool, has_dres: bool) -> GridPlan:
     """Return the grid plan of the kernel for long rows; the programs of a row count as one."""
     rows, columns = x.shape
-    per_sm = LONG_PROGRAMS_PER_SM / _slices(columns)
-    return plan_grid(rows // num_groups, num_groups, sm_count(x.device), per_sm)
+    light = is_light(columns, x.dtype.itemsize, has_bias, has_dres)
+    most = LIGHT_PROGRAMS_PER_SM if light else LONG_PROGRAMS_PER_SM
+    return plan_grid(rows // num_groups, num_groups, sm_count(x.device), most / _slices(columns))
 
 
 def long_rows_launch(launch: Launch) -> Launch:
@@ -332,7 +372,6 @@ def long_rows_launch(launch: Launch) -> Launch:
     kernel = long_rows_backward_kernel
     kwargs = {name: value for name, value in launch.kwargs.items() if name in kernel.arg_names}
     x, place = launch.args[1], kernel.arg_names.index("words_pointer")
-    sums = 1 if kwargs["IS_RMS_NORM"] else 2
-    words = x.new_zeros(len(x) * _slices(x.shape[1]) * sums + 1, dtype=torch.int64)
+    words = x.new_full((len(x) * _slices(x.shape[1]) + 1,), -1, dtype=torch.int64)
     args = (*launch.args[:place], words, *launch.args[place + 1 :])
     return Launch(kernel, launch.grid, args, kwargs)

@@ -25,9 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from safetune.kernels.configs import (
-    MOST_CONFIGS_ON,
-    backward_configs_on,
-    prune_configs,
+    backward_configs,
+    forward_configs,
+    is_light,
     prune_few_configs,
 )
 from safetune.kernels.few_rows import few_rows_backward_kernel, few_rows_forward_kernel
@@ -92,6 +92,8 @@ def compile_config(
     spilled bytes."""
     kernel = JITFunction(KERNELS[name].base_fn)
     absent = {*ABSENT[name], *(("mean_pointer",) if is_rms_norm else ())}
+    has_bias = not (name == "long_backward" and is_rms_norm)
+    absent |= set() if has_bias else {"bias_pointer", "bias_partials_pointer"}
     absent -= RESIDUAL if has_residual else set()
     statistics = "*fp64" if dtype == "fp64" else "*fp32"
     signature: dict[str, str] = {}
@@ -109,7 +111,8 @@ def compile_config(
             signature[argument] = "constexpr"
             flag = has_residual and argument in RESIDUAL
             constants[argument] = None if argument in absent else flag
-    known = {"COLUMNS": columns, "IS_RMS_NORM": is_rms_norm, **FLAGS, **config.kwargs}
+    flags = {**FLAGS, "IS_RMS_NORM": is_rms_norm, "HAS_BIAS": has_bias}
+    known = {"COLUMNS": columns, **flags, **config.kwargs}
     constants.update({name: value for name, value in known.items() if name in constants})
     attributes = {
         (position,): [["tt.divisibility", 16]]
@@ -183,7 +186,11 @@ def main() -> None:
             norms = [(False, False), (True, False)]
             if options.pinned:
                 norms = [(True, False), (False, True)]
-            for config, norm in itertools.product(configs, norms[: 1 + (name != "finalize")]):
+            pairs = itertools.product(configs, norms[: 1 + (name != "finalize")])
+            if name == "long_backward":  # RMS norm without a bias
+                rms = configs[is_light(columns, 4 if dtype == "fp32" else 2, False, False)]
+                pairs = [(configs[0], norms[0]), (rms, norms[1])]
+            for config, norm in pairs:
                 result = compile_config(name, config, options.capability, columns, dtype, *norm)
                 print(json.dumps(result), flush=True)
 
@@ -194,11 +201,11 @@ def left_by_pruning(name: str, columns: int) -> list[triton.Config]:
     if name.startswith("few"):
         return prune_few_configs(configs, {}, COLUMNS=columns)
     if name == "forward":
-        return prune_configs(configs, {}, COLUMNS=columns)
+        return forward_configs(configs, columns, fast_memory=True)
     if name == "backward":
-        return backward_configs_on(
-            MOST_CONFIGS_ON,
+        return backward_configs(
             configs,
+            fast_memory=True,
             COLUMNS=columns,
             IN_PLACE=False,
             HAS_WEIGHT=True,

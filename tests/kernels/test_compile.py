@@ -22,7 +22,7 @@ FEW_BYTES = 64
 
 #: What the kernel for long rows keeps in memory at 16385 columns, with Triton 3.9: where no address
 #: is good for a vector, each element has one of its own.
-UNALIGNED_BYTES = 136
+UNALIGNED_BYTES = 640
 
 
 def compiled(fresh_process: FreshProcess, *arguments: object) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.config import config_text
+from safetune.kernels import configs as kernel_configs
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FINALIZE_CONFIGS,
     FORWARD_CONFIGS,
     HALVED_ROW,
     LONG_SLICE,
-    MOST_IN_A_TURN_ON,
+    MOST_IN_A_TURN,
+    MOST_IN_A_TURN_OF_FAST_MEMORY,
     TALL_TILE,
     WIDEST_TILE,
-    backward_configs_on,
-    most_in_a_turn,
+    backward_configs,
+    forward_configs,
     programs_per_sm,
     prune_backward_configs,
     prune_configs,
@@ -338,27 +341,26 @@ def test_pruning_leaves_whole_rows_or_long_slices(columns: int, has_bias: bool) 
 
 
 @pytest.mark.parametrize(
-    ("device_name", "columns", "has_bias", "elements"),
+    ("fast_memory", "columns", "has_bias", "elements"),
     [
-        ("", 256, True, {1024, 2048}),
-        ("NVIDIA H100 80GB HBM3", 256, True, {1024, 2048}),
-        ("NVIDIA H100 80GB HBM3", 512, True, {1024}),
-        ("NVIDIA H100 80GB HBM3", 2048, False, {2048}),
-        ("NVIDIA H100 80GB HBM3", 2048, True, {2048, 4096}),
-        ("NVIDIA H200", 256, True, {1024, 2048, 4096}),
-        ("NVIDIA H200 NVL", 512, True, {1024, 2048}),
-        ("NVIDIA H200", 2048, False, {2048, 4096}),
+        (False, 256, True, {1024, 2048}),
+        (False, 512, True, {1024}),
+        (False, 2048, False, {2048}),
+        (False, 2048, True, {2048, 4096}),
+        (True, 256, True, {1024, 2048, 4096}),
+        (True, 512, True, {1024, 2048}),
+        (True, 2048, False, {2048, 4096}),
     ],
 )
 def test_whole_rows_in_turns_take_8_kib_at_most(
-    device_name: str, columns: int, has_bias: bool, elements: set[int]
+    fast_memory: bool, columns: int, has_bias: bool, elements: set[int]
 ) -> None:
-    """Of all programs of a multiprocessor; 16 KiB on an H200."""
-    left = backward_configs_on(device_name, BACKWARD_CONFIGS, **keys_of(columns, has_bias))
+    """Of all programs of a multiprocessor; 16 KiB where memory is fast."""
+    left = backward_configs(BACKWARD_CONFIGS, fast_memory, **keys_of(columns, has_bias))
     in_turns = {c.kwargs["TILE_ELEMENTS"] for c in left if c.kwargs["IN_TURNS"]}
     assert in_turns == elements
     most = max(in_turns) * programs_per_sm(columns, 1 + has_bias)
-    assert most <= most_in_a_turn(device_name)
+    assert most <= (MOST_IN_A_TURN_OF_FAST_MEMORY if fast_memory else MOST_IN_A_TURN)
 
 
 def keys_of(columns: int, has_bias: bool) -> dict[str, Any]:
@@ -370,19 +372,35 @@ def keys_of(columns: int, has_bias: bool) -> dict[str, Any]:
 def test_the_first_config_is_the_same_on_every_card(columns: int) -> None:
     """It runs where a call is pinned, whose bits do not depend on the card."""
     first = {
-        str(backward_configs_on(name, BACKWARD_CONFIGS, **keys_of(columns, has_bias=True))[0])
-        for name in ("", "NVIDIA H100 80GB HBM3", *MOST_IN_A_TURN_ON)
+        str(backward_configs(BACKWARD_CONFIGS, fast, **keys_of(columns, has_bias=True))[0])
+        for fast in (False, True)
     }
     assert len(first) == 1
 
 
-def test_configs_are_those_for_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("clock_khz", "bus_bits", "is_fast"),
+    [(2619000, 5120, False), (3201000, 6144, True), (1593000, 5120, False)],
+    ids=["H100", "H200", "A100"],
+)
+def test_configs_are_those_for_the_current_device(
+    monkeypatch: pytest.MonkeyPatch, clock_khz: int, bus_bits: int, is_fast: bool
+) -> None:
     keys = keys_of(256, has_bias=True)
-    unknown, other = (backward_configs_on(n, BACKWARD_CONFIGS, **keys) for n in ("", "NVIDIA H200"))
-    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == unknown != other
+    slow, fast = (backward_configs(BACKWARD_CONFIGS, memory, **keys) for memory in (False, True))
+    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == slow != fast
+    facts = {"mem_clock_rate": clock_khz, "mem_bus_width": bus_bits, "multiprocessor_count": 132}
+    utils = SimpleNamespace(get_device_properties=lambda device: facts)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == other
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    uncached = kernel_configs._has_fast_memory.__wrapped__
+    monkeypatch.setattr(kernel_configs, "_has_fast_memory", uncached)
+    assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == (fast if is_fast else slow)
+    narrow, wide = (forward_configs(FORWARD_CONFIGS, 512, memory) for memory in (False, True))
+    assert prune_configs(FORWARD_CONFIGS, {}, COLUMNS=512) == (wide if is_fast else narrow)
+    assert len(narrow) < len(wide)
 
 
 @pytest.mark.parametrize(

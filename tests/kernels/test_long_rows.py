@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from safetune.kernels import calls, long_rows, rms_norm
-from safetune.kernels.configs import FORWARD_CONFIGS, LONG_BACKWARD_CONFIGS
+from safetune.kernels.configs import FORWARD_CONFIGS, LONG_BACKWARD_CONFIGS, is_light
 from safetune.kernels.launches import Launch, backward_launch, forward_launch
 from safetune.kernels.long_rows import (
     is_long,
@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("loops", "published")
 
 @triton.jit
 def what_is_published(pointers):  # type: ignore[no-untyped-def]
-    return tl.load(pointers).to(tl.uint32).to(tl.float32, bitcast=True)
+    words = tl.load(pointers).to(tl.uint64, bitcast=True)
+    low, high = words.to(tl.uint32), (words >> 32).to(tl.uint32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
 
 
 @pytest.fixture
@@ -40,18 +42,23 @@ def published(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def has_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_rows, "_has_long_rows", lambda device: True)
+    monkeypatch.setattr(long_rows, "_long_row", lambda device: 16385)
     monkeypatch.setattr(long_rows, "sm_count", lambda device: 132)
 
 
+def config_of(launch: Launch) -> triton.Config:
+    named = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    (config,) = launch.kernel.pruned_for(named, launch.kwargs)
+    return config
+
+
 def run_twice(launch: Launch) -> None:
-    (config,) = LONG_BACKWARD_CONFIGS
+    config = config_of(launch)
     kernel, words = launch.kernel.fn, launch.args[9]
     for _ in range(2):
-        words[-1] = 0  # no program has started
+        words[-1] = -1  # no program has started
         kernel[launch.grid](*launch.args, **launch.kwargs, **config.all_kwargs())
-    marks = words >> 32
-    assert marks[:-1].eq(1).all(), "a share that was not published would be waited for"
+    assert words[:-1].ne(-1).all(), "a word that was not published would be waited for"
 
 
 kinds = pytest.mark.parametrize("is_rms_norm", [False, True], ids=["layer", "rms"])
@@ -86,7 +93,7 @@ def test_gradients(
     mean = None if is_rms_norm else x.float().mean(1)
     centred = x.float() if mean is None else x.float() - mean[:, None]
     rstd = (centred.square().mean(1) + 1e-5).rsqrt()
-    plan = long_rows_plan(x, groups)
+    plan = long_rows_plan(x, groups, has_bias, True)
     operands = (plan, dy, x, weight, bias, mean, rstd, dres)
     outputs, made = backward_launch(*operands, True, is_rms_norm, dx_dtype, recompute_output=False)
     sums = [outputs.weight_partials, *([outputs.bias_partials] if has_bias else [])]
@@ -125,7 +132,7 @@ def test_long_rows_are_launched_with_it(random: Any, monkeypatch: pytest.MonkeyP
 def test_which_rows_are_long(
     random: Any, has_long_rows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_rows, "sm_count", lambda device: 8)
+    monkeypatch.setattr(long_rows, "sm_count", lambda device: 8)  # 64 programs
     rows = random(2, 16385)
     assert is_long(rows, False, pinned=False)
     assert is_long(random(1, 32768), False, pinned=False)
@@ -134,7 +141,7 @@ def test_which_rows_are_long(
         (rows, False, True),
         (rows.double(), False, False),
         (random(2, 16384), False, False),
-        (random(1, 32769), False, False),  # nine programs, on eight multiprocessors
+        (random(1, 32769), False, False),  # 33 programs
     ):
         assert not is_long(*changed)
 
@@ -143,14 +150,14 @@ def test_no_row_is_long_in_the_interpreter(random: Any) -> None:
     assert not is_long(random(2, 16385), False, pinned=False)
 
 
-def test_the_words_of_a_known_call_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever memory they get: a mark of an earlier call would pass for one of this call."""
-    used = {"_empty_strided_cpu": lambda *size_and_dtype: torch.full((5,), -1)}
+def test_no_word_of_a_known_call_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory they get: a sum of an earlier call would pass for one of this call."""
+    used = {"_empty_strided_cpu": lambda *size_and_dtype: torch.full((5,), 7)}
     monkeypatch.setattr(calls, "guards", SimpleNamespace(**used))
-    monkeypatch.setattr(torch, "empty_strided", lambda *size, **options: torch.full((5,), -1))
+    monkeypatch.setattr(torch, "empty_strided", lambda *size, **options: torch.ones(5) * 7)
     words = calls.like(torch.ones(5, dtype=torch.int64))
-    assert words().tolist() == [0] * 5
-    assert calls.like(torch.ones(5))().tolist() == [-1] * 5
+    assert words().tolist() == [-1] * 5
+    assert calls.like(torch.ones(5))().tolist() == [7] * 5
 
 
 @kinds
@@ -159,13 +166,20 @@ def test_one_program_writes_each_element(random: Any, tokens: int, is_rms_norm: 
     x, dy = random(tokens, 16400), random(tokens, 16400)
     weight, bias = random(16400), random(16400)
     mean, rstd = torch.zeros_like(x[:, 0]), torch.ones_like(x[:, 0])
-    operands = (long_rows_plan(x, 1), dy, x, weight, bias, None if is_rms_norm else mean, rstd)
+    operands = (
+        long_rows_plan(x, 1, True, False),
+        dy,
+        x,
+        weight,
+        bias,
+        None if is_rms_norm else mean,
+        rstd,
+    )
     _, made = backward_launch(*operands, None, False, is_rms_norm, None, recompute_output=False)
     launch = long_rows_launch(made)
     call = (long_rows_backward_kernel, launch.grid, *launch.args)
     names = ["input_gradient_pointer", "weight_partials_pointer", "bias_partials_pointer"]
-    (config,) = LONG_BACKWARD_CONFIGS
-    options = {"config": config, "outputs": names, "allow": ["words_pointer"]}
+    options = {"config": config_of(launch), "outputs": names, "allow": ["words_pointer"]}
     report = check_overlap(*call, **options, **launch.kwargs)
     assert report.ok, str(report)
     assert report.idle_programs == (), str(report)
@@ -195,3 +209,20 @@ def test_both_sums_of_a_row_in_one_exchange(
     torch.testing.assert_close(outputs.rstd.double(), rstd, rtol=1e-5 + off**2, atol=0)
     right = (x.double() - mean[:, None]) * rstd[:, None]
     torch.testing.assert_close(outputs.y.double(), right, rtol=1e-5 + off**2, atol=1e-5 + off)
+
+
+def test_which_config_a_launch_of_long_rows_has(random: Any) -> None:
+    x, weight, rstd = random(2, 16400, grad=False), random(16400, grad=False), torch.ones(2)
+    for dtype, bias, dres in (
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, weight, None),
+        (torch.bfloat16, None, x),
+        (torch.float32, None, None),
+    ):
+        x = x.to(dtype)
+        light = dtype == torch.bfloat16 and bias is dres is None
+        assert is_light(16400, x.dtype.itemsize, bias is not None, dres is not None) == light
+        plan = long_rows_plan(x, 1, bias is not None, dres is not None)
+        operands = (plan, x, x, weight, bias, None, rstd, dres)
+        _, made = backward_launch(*operands, False, True, None, recompute_output=False)
+        assert config_of(long_rows_launch(made)) is LONG_BACKWARD_CONFIGS[light]

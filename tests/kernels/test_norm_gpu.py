@@ -21,7 +21,8 @@ from safetune.kernels import (
 )
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
-    backward_configs_on,
+    backward_configs,
+    has_fast_memory,
     prune_backward_configs,
 )
 
@@ -422,8 +423,8 @@ def test_pruning_leaves_the_configs_for_the_card_that_is_here() -> None:
     keys = {"COLUMNS": 256, "HAS_WEIGHT": True, "HAS_BIAS": True}
     keys |= {"IN_PLACE": False, "HAS_RESIDUAL_GRADIENT": False}
     torch.cuda.init()
-    here = torch.cuda.get_device_name()
-    expected = backward_configs_on(here, BACKWARD_CONFIGS, **keys)
+    expected = backward_configs(BACKWARD_CONFIGS, has_fast_memory(), **keys)
     assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == expected
     in_turns = {c.kwargs["TILE_ELEMENTS"] for c in expected if c.kwargs["IN_TURNS"]}
-    assert (4096 in in_turns) == here.startswith("NVIDIA H200")
+    fast = torch.cuda.get_device_name().startswith("NVIDIA H200")
+    assert has_fast_memory() == (4096 in in_turns) == fast

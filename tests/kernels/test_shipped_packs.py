@@ -13,7 +13,12 @@ import triton
 
 from safetune.config import config_digest, config_record, declared_digest
 from safetune.kernels import launches
-from safetune.kernels.configs import backward_configs_on, prune_backward_configs
+from safetune.kernels.configs import (
+    backward_configs,
+    forward_configs,
+    prune_backward_configs,
+    prune_configs,
+)
 from safetune.offline.tasks import OfflineKernel, find_kernels
 from safetune.store.packs import packs
 from safetune.store.packs.packs import name_of, read_pack, shipped
@@ -69,8 +74,11 @@ def _left_on_its_device(entry: Any, kernel: OfflineKernel) -> list[triton.Config
     """The configs that pruning leaves for the key of an entry, on the card of that entry."""
     configs, values = kernel.tuner.configs, dict(entry.key.call["values"])
     prune = kernel.tuner.pruning[0]
+    fast_memory = entry.key.device["name"] == "NVIDIA H200"
     if prune is prune_backward_configs:
-        return backward_configs_on(entry.key.device["name"], configs, **values)
+        return backward_configs(configs, fast_memory, **values)
+    if prune is prune_configs:
+        return forward_configs(configs, values["COLUMNS"], fast_memory)
     return prune(configs, {}, **values) if prune else configs
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from safetune.kernels import launches, layer_norm_bwd, layer_norm_fwd
-from safetune.kernels.configs import MOST_CONFIGS_ON, WIDEST_TILE, backward_configs_on, slice_count
+from safetune.kernels.configs import WIDEST_TILE, backward_configs, slice_count
 from safetune.kernels.layer_norm import layer_norm_backward_kernel
 from safetune.offline.tasks import find_kernels
 from safetune.verify.overlap import check_overlap, configs_for
@@ -45,7 +45,7 @@ class Launch:
     def configs(self) -> list[triton.Config]:
         """What any card may launch."""
         if self.kernel is layer_norm_backward_kernel:
-            return backward_configs_on(MOST_CONFIGS_ON, self.kernel.configs, **self.kwargs)
+            return backward_configs(self.kernel.configs, fast_memory=True, **self.kwargs)
         return configs_for(self.kernel, self.args, self.kwargs)
 
     def check(self, config: triton.Config) -> Any:
