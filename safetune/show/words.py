@@ -113,7 +113,7 @@ def _source(value: Any) -> str:
 
 
 def readable_call(call: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values and options of a stored key by name, and the dtypes, as people read them."""
+    """Return a stored key as people read it: values and options by name, and the dtypes."""
     named = (*call["values"], *call["options"])
     values = {name: str(readable(value)) for name, value in named}
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
