@@ -117,19 +117,41 @@ def _source(loaded: Mapping[str, Any], bench: str) -> str:
 
 
 def proofs(results: Results) -> str:
-    """Return what libraries' own tests say under safetune, and the time of their first step."""
-    known, rows = results.figures("proofs", "proof_steps"), []
+    """Return what libraries' own tests say under safetune, and the times of their first steps."""
+    known, groups = results.figures("proofs", "proof_steps"), dict[str, list[str]]()
     for proof in proof_list.PROOFS:
-        passed = [known.get(f"passed {proof.name}, {way}") for way in ("stock", "run", "shim")]
-        steps = [known.get(f"first_step_s {proof.name}, run {s}") for s in ("cold", "stored")]
-        if passed[1] is not None:
-            of = known[f"tests {proof.name}, run"]
-            cells = ["" if count is None else f"{count:g}" for count in (of, *passed)]
-            times = ["" if step is None else f"{step:.1f} s" for step in steps]
-            rows.append([proof.name, *cells, *times])
-    heads = ("", "tests", "pass: triton.autotune", "`safetune run`", "the shim")
-    heads += ("first step: empty caches", "stored choices")
+        if f"passed {proof.name}, run" in known:
+            library = re.sub(r" \d+$", "", proof.name.partition(":")[0])
+            groups.setdefault(library, []).append(proof.name)
+    ways, caches = ("stock", "run", "shim"), ("cold", "stored")
+    rows = [
+        [
+            f"{library}: {', '.join(name.partition(': ')[2] for name in names)}",
+            *(_passed(known, names, way) for way in ways),
+            *(
+                _span([known.get(f"first_step_s {name}, run {c}") for name in names])
+                for c in caches
+            ),
+        ]
+        for library, names in groups.items()
+    ]
+    heads = ("tests that pass", "triton.autotune", "`safetune run`", "the shim")
+    heads += ("first step, empty caches", "stored choices")
     return _with_sources(results, _table(heads, rows), "proof_steps", "proofs")
+
+
+def _passed(known: recording.Figures, names: Sequence[str], way: str) -> str:
+    """Return how many tests pass, of those that ran in this way."""
+    ran = [name for name in names if f"passed {name}, {way}" in known]
+    passed = sum(known[f"passed {name}, {way}"] for name in ran)
+    of = sum(known[f"tests {name}, run"] for name in ran)
+    return f"{passed:g} of {of:g}"
+
+
+def _span(seconds: Sequence[float | None]) -> str:
+    known = sorted(each for each in seconds if each is not None)
+    ends = dict.fromkeys(f"{each:.1f}" for each in known[:1] + known[-1:])
+    return f"{' to '.join(ends)} s" if known else ""
 
 
 def licences(results: Results) -> str:
