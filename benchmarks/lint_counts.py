@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -143,41 +142,30 @@ def wrong_in(library: str, findings: list[Finding]) -> int:
 
 
 def count_rows(trees: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the rows of the table of counts."""
-    yield f"| library | files | tuners | {' | '.join(RULES)} | wrong | CPU s per 1,000 files |"
-    yield "|" + " --- |" * (len(RULES) + 5)
-    for requirement in COUNTED:
-        tree = trees[requirement]
-        files = sum(1 for _ in tree.rglob("*.py"))
-        started = time.process_time()
-        findings, tuners = check([tree])
-        seconds = 1000 * (time.process_time() - started) / files
-        kinds = Counter(finding.rule for finding in findings)
-        wrong = wrong_in(requirement.partition("==")[0], findings)
-        counts = [files, tuners, *(kinds[rule] for rule in RULES), f"{wrong} of {len(findings)}"]
-        yield f"| {requirement} | {' | '.join(map(str, counts))} | {seconds:.1f} |"
-
-
-def flag_rows(trees: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the rows of the table of kernels with a flag that launches can differ in."""
-    yield "| library | tuners | kernels with such a flag |"
-    yield "| --- | --- | --- |"
+    """Yield the rows of the table of counts; of some libraries only the flags are counted."""
+    yield "| library | tuners | findings | wrong | kernels that lack a flag |"
+    yield "| --- | --- | --- | --- | --- |"
     total = [0, 0]
     for library in (*COUNTED, *FLAGS_ONLY):
         if library not in trees:
             print(f"{library} is not given: --tree '{library}=PATH'", file=sys.stderr)
             continue
-        findings, tuners = check([trees[library]], ["flag"])
-        kernels = len({(each.path, each.kernel) for each in findings})
-        total = [total[0] + tuners, total[1] + kernels]
-        yield f"| {library} | {tuners} | {kernels} |"
-    yield f"| **all** | **{total[0]}** | **{total[1]}** |"
+        findings, tuners = check([trees[library]])
+        flags = len({(each.path, each.kernel) for each in findings if each.rule == "flag"})
+        total = [total[0] + tuners, total[1] + flags]
+        listed, wrong = "", ""
+        if library in COUNTED:
+            kinds = Counter(finding.rule for finding in findings)
+            listed = ", ".join(f"{kinds[rule]} {rule}" for rule in RULES if kinds[rule])
+            wrong = str(wrong_in(library.partition("==")[0], findings))
+        yield f"| {library} | {tuners} | {listed} | {wrong} | {flags} |"
+    yield f"| all | {total[0]} | | | {total[1]} |"
 
 
 def known_rows(trees: Mapping[str, Path]) -> Iterator[str]:
     """Yield the rows of the table of known mistakes."""
-    yield "| library | reported | rule | found |"
-    yield "| --- | --- | --- | --- |"
+    yield "| library | reported | found |"
+    yield "| --- | --- | --- |"
     groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for library, rule, kernel, name, source in KNOWN:
         groups.setdefault((library, source, rule), []).append((kernel, name))
@@ -190,12 +178,15 @@ def known_rows(trees: Mapping[str, Path]) -> Iterator[str]:
         for library, tree in trees.items()
         if any(library == known for known, _, _ in groups)
     }
+    rows: dict[tuple[str, str], list[str]] = {}
     for (library, source, rule), names in groups.items():
         if library not in found:
             print(f"{library} is not given: --tree {library}=PATH", file=sys.stderr)
             continue
         seen = [(rule, kernel, name) in found[library] for kernel, name in names]
-        yield f"| {library} | {source} | `{rule}` | {sum(seen)} of {len(seen)} |"
+        rows.setdefault((library, source), []).append(f"{sum(seen)} of {len(seen)} {rule}")
+    for (library, source), found_of_rules in rows.items():
+        yield f"| {library} | {source} | {', '.join(found_of_rules)} |"
 
 
 @click.command()
@@ -211,7 +202,6 @@ def main(given: tuple[str, ...], write: bool) -> None:
         today = datetime.date.today().isoformat()
         tables = {
             f"Counted on {today}": count_rows(trees),
-            "Kernels with a true-or-false constexpr that the key lacks": flag_rows(trees),
             "Known mistakes": known_rows(trees),
         }
         text = "\n\n".join(f"{title}:\n\n" + "\n".join(rows) for title, rows in tables.items())

@@ -73,14 +73,15 @@ def _rows(table: Mapping[str, Any], known: recording.Figures) -> Iterator[list[s
                 cells = [string.Template(cell).substitute(words).format_map(known) for cell in row]
             except KeyError:
                 continue
-            yield [_marked(cells), *cells[1:]] if table["heads"][-1] == "safetune" else cells
+            yield _marked(cells) if table["heads"][-1] == "safetune" else cells
 
 
-def _marked(cells: Sequence[str]) -> str:
-    """Return the first cell; what takes longer with safetune says so."""
-    words, *others = cells
-    seconds = [float(cell[:-2]) for cell in others if cell.endswith(" s")]
-    return f"slower: {words}" if len(seconds) == 2 and seconds[1] > seconds[0] else words
+def _marked(cells: Sequence[str]) -> list[str]:
+    """Return a row; a time of safetune that is longer than the one before it says so."""
+    seconds = [float(cell[:-2]) if cell.endswith(" s") else 0.0 for cell in cells]
+    slower = [0 < before < after for before, after in itertools.pairwise([0.0, *seconds])]
+    marks = [place % 2 == 0 and is_slower for place, is_slower in enumerate(slower)]
+    return [f"{cell}, slower" if mark else cell for cell, mark in zip(cells, marks, strict=True)]
 
 
 def machine(results: Results, benches: Sequence[str]) -> str:
@@ -105,33 +106,52 @@ def _with_sources(results: Results, body: str, *benches: str) -> str:
 
 
 def _source(loaded: Mapping[str, Any], bench: str) -> str:
-    """Return a result's file, days, Triton and commits; the file has its command and the rest.
+    """Return a result's file and days; the file has its command, versions and commit.
 
-    Rows that a later run took over have a day and a commit of their own.
+    Rows that a later run took over have a day of their own.
     """
     name = bench.rpartition("/")[2]
     path = f"../benchmarks/results/{loaded['device']}/{name}.json"
-    triton = loaded["versions"]["triton"].split("+")[0]
     days = sorted({row.get("date", loaded["date"])[:10] for row in loaded["rows"]})
-    commits = dict.fromkeys(row.get("commit", loaded["commit"])[:7] for row in loaded["rows"])
-    day = " to ".join(dict.fromkeys((days[0], days[-1])))
-    return f"[{name}.json]({path}), {day}, Triton {triton}, commit {', '.join(commits)}"
+    return f"[{name}.json]({path}), {' to '.join(dict.fromkeys((days[0], days[-1])))}"
 
 
 def proofs(results: Results) -> str:
-    """Return what libraries' own tests say under safetune, and the time of their first step."""
-    known, rows = results.figures("proofs", "proof_steps"), []
+    """Return what libraries' own tests say under safetune, and the times of their first steps."""
+    known, groups = results.figures("proofs", "proof_steps"), dict[str, list[str]]()
     for proof in proof_list.PROOFS:
-        passed = [known.get(f"passed {proof.name}, {way}") for way in ("stock", "run", "shim")]
-        steps = [known.get(f"first_step_s {proof.name}, run {s}") for s in ("cold", "stored")]
-        if passed[1] is not None:
-            of = known[f"tests {proof.name}, run"]
-            cells = ["" if count is None else f"{count:g} of {of:g}" for count in passed]
-            times = ["" if step is None else f"{step:.1f} s" for step in steps]
-            rows.append([proof.name, *cells, *times])
+        if f"passed {proof.name}, run" in known:
+            library = re.sub(r" \d+$", "", proof.name.partition(":")[0])
+            groups.setdefault(library, []).append(proof.name)
+    ways, caches = ("stock", "run", "shim"), ("cold", "stored")
+    rows = [
+        [
+            f"{library}: {', '.join(name.partition(': ')[2] for name in names)}",
+            *(_passed(known, names, way) for way in ways),
+            *(
+                _span([known.get(f"first_step_s {name}, run {c}") for name in names])
+                for c in caches
+            ),
+        ]
+        for library, names in groups.items()
+    ]
     heads = ("tests that pass", "triton.autotune", "`safetune run`", "the shim")
     heads += ("first step, empty caches", "stored choices")
     return _with_sources(results, _table(heads, rows), "proof_steps", "proofs")
+
+
+def _passed(known: recording.Figures, names: Sequence[str], way: str) -> str:
+    """Return how many tests pass, of those that ran in this way."""
+    ran = [name for name in names if f"passed {name}, {way}" in known]
+    passed = sum(known[f"passed {name}, {way}"] for name in ran)
+    of = sum(known[f"tests {name}, run"] for name in ran)
+    return f"{passed:g} of {of:g}"
+
+
+def _span(seconds: Sequence[float | None]) -> str:
+    known = sorted(each for each in seconds if each is not None)
+    ends = dict.fromkeys(f"{each:.1f}" for each in known[:1] + known[-1:])
+    return f"{' to '.join(ends)} s" if known else ""
 
 
 def licences(results: Results) -> str:

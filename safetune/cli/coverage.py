@@ -104,8 +104,8 @@ def _blocks(covered: Sequence[Covered], lost: Sequence[str]) -> Iterator[Block]:
 
     names = dict.fromkeys(each.call.name for each in covered)
     groups = {name: [each for each in covered if each.call.name == name] for name in names}
-    kinds = {each.found.value for each in covered}
-    yield heading("shares of calls / of time")
+    kinds = [kind.value for kind in Found if any(each.found is kind for each in covered)]
+    yield heading("shares of the calls")
     yield Table.of(
         [
             {
@@ -113,15 +113,15 @@ def _blocks(covered: Sequence[Covered], lost: Sequence[str]) -> Iterator[Block]:
                 "keys": len(group),
                 "calls": sum(each.calls for each in group),
                 "time": duration(sum(each.time_ms for each in group)),
-                **{
-                    kind: " / ".join(map(_percent, both))
-                    for kind, both in shares(group).items()
-                    if kind in kinds
-                },
+                **{kind: _percent(shares(group)[kind][by_time]) for kind in kinds},
             }
-            for name, group in (*groups.items(), ("all", covered))
+            for name, group, by_time in (
+                *((name, group, False) for name, group in groups.items()),
+                ("all", covered, False),
+                ("all, by time", covered, True),
+            )
         ],
-        spare=("keys", "calls"),
+        spare=("keys", "calls", "time"),
     )
     yield ""
     missing = [each for each in covered if not each.found.is_of_key]

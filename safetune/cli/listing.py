@@ -23,7 +23,7 @@ from safetune.show.keys import (
     stored_entries,
 )
 from safetune.show.tables import Block, Column
-from safetune.show.words import call_data, date, origin_word, readable_call, time_words
+from safetune.show.words import call_data, date, origin_word, readable_calls, time_words
 from safetune.store.records import ChoiceRecord
 from safetune.store.schema import time_text
 
@@ -98,7 +98,7 @@ def _blocks(entries: Sequence[Entry], folded: str, is_filtered: bool) -> Iterato
             Column("from", [origin_word(entry.origin) for entry in group], spare=True),
             Column("", [_remarks(choice) for choice in choices]),
         ]
-        calls = [readable_call(entry.key.call) for entry in group]
+        calls = readable_calls([entry.key.call for entry in group])
         yield from choice_blocks(calls, [choice.config for choice in choices], columns)
     if folded:
         yield folded

@@ -13,6 +13,9 @@ from safetune.outcome import duration
 #: Seconds before a launch shows its line where it can move; shorter tunings show nothing.
 DELAY_S = 2.0
 
+#: The characters of a key in a line of text: the config after it stays whole.
+_MOST_OF_KEY = 60
+
 
 @dataclass(frozen=True)
 class HowFar:
@@ -38,7 +41,9 @@ class HowFar:
     doing: str = ""
 
     def __str__(self) -> str:
-        parts = (f"{self.name} {self.count}", self.failed, self.best, self.times, self.rest)
+        key = self.key if len(self.key) <= _MOST_OF_KEY else f"{self.key[: _MOST_OF_KEY - 1]}…"
+        counts = (f"{self.name} {self.count}", self.failed, self.best, self.times)
+        parts = (*counts, key, self.doing)
         return ", ".join(filter(None, parts))
 
     @property

@@ -34,7 +34,7 @@ from safetune.messages import (
     warn_once,
 )
 from safetune.miss.how_far import DELAY_S, HowFar, repeated, seconds_left
-from safetune.outcome import BUGS, VIOLENT, Mark, Verdict, duration
+from safetune.outcome import BUGS, Mark, duration
 from safetune.settings import MissPolicy, Mode, Settings
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from safetune.store.local.store import Store
     from safetune.tuning.requests import Observer, Phases, Progress, TuningRequest, TuningResult
 
-#: The configs of one verdict that a line names.
-_MOST_NAMED = 5
+#: The configs that a line names: more would fill a terminal.
+_MOST_NAMED = 2
 
 #: What a tuning does in those of its phases that are not named after a config.
 _DOING = {
@@ -305,16 +305,17 @@ def tell_of_skipped(key: TuningKey, outcomes: Mapping[Config, Outcome]) -> None:
 
 
 def _tell_of_bugs(request: TuningRequest, result: TuningResult) -> None:
-    """Report the number of configs that showed a bug. Needing too many resources is no bug."""
-    labels = Counter(filter(None, (_bug_of(outcome) for _, outcome in result.outcomes)))
-    if labels:
+    """Count the configs that showed a bug, and name one. Needing too many resources is no bug."""
+    bugs = [(config, bug) for config, outcome in result.outcomes if (bug := _bug_of(outcome))]
+    if bugs:
+        labels = Counter(bug for _, bug in bugs)
         counts = ", ".join(f"{count} {label}" for label, count in labels.items())
         _say_once(
             request.key,
             "bugs",
-            f"{labels.total()} of {counted(len(request.configs), 'config')} crashed, hung or "
-            f"computed something else ({counts}); `safetune show {request.key.kernel.name}` says "
-            "which",
+            f"{len(bugs)} of {counted(len(request.configs), 'config')} crashed, hung or computed "
+            f"something else ({counts}): {config_text(bugs[0][0])}{', …' * (len(bugs) > 1)}; "
+            f"`safetune show {request.key.kernel.name}` has the details",
         )
 
 
@@ -342,18 +343,15 @@ def _tell_of_left_out(key: TuningKey, configs: Mapping[Config, float]) -> None:
 
 
 def _as_line(request: TuningRequest, result: TuningResult) -> str:
-    """Return a result as a line, which names the configs that crashed or hung."""
+    """Return a result as a line."""
     name, choice = request.key.kernel.name, config_text(result.choice)
     if result.adopted:
         return (
             f"{name} uses the choice of another process for {request.key} after "
             f"{result.seconds:.2f} s: {choice}"
         )
-    failed: dict[Verdict, list[str]] = {}
-    for config, outcome in result.outcomes:
-        if not outcome.ok:
-            failed.setdefault(outcome.verdict, []).append(config_text(config))
-    failures = ", ".join(_failures(verdict, configs) for verdict, configs in failed.items())
+    failed = Counter(outcome.verdict.value for _, outcome in result.outcomes if not outcome.ok)
+    failures = ", ".join(f"{count} {verdict}" for verdict, count in failed.items())
     how = f"tuned for {request.key} in {result.seconds:.2f} s"
     measured = f"{result.measured} of {len(request.configs)} configs measured"
     if not result.measured:
@@ -362,14 +360,6 @@ def _as_line(request: TuningRequest, result: TuningResult) -> str:
         f"{name} {how}: {choice} ({duration(result.stored.median_ms)}); {measured}"
         f"{f', failed: {failures}' if failures else ''}"
     )
-
-
-def _failures(verdict: Verdict, configs: list[str]) -> str:
-    text = f"{len(configs)} {verdict.value}"
-    if verdict not in VIOLENT:
-        return text
-    more = f"; and {len(configs) - _MOST_NAMED} more" if len(configs) > _MOST_NAMED else ""
-    return f"{text} ({'; '.join(configs[:_MOST_NAMED])}{more})"
 
 
 def warn_of_dispute(key: TuningKey, dispute: str) -> None:

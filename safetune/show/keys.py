@@ -28,7 +28,9 @@ from safetune.show.words import (
     origin_words,
     place,
     readable_call,
+    readable_calls,
     time_words,
+    words,
 )
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 
@@ -77,9 +79,9 @@ class StoredKey:
             for t in self.trials
         ]
 
-    def summary(self) -> Summary:
-        """Return the values of a table's row."""
-        call, entry = readable_call(self.key.call), self.entry
+    def summary(self, call: Mapping[str, str]) -> Summary:
+        """Return the values of a table's row, below those of its call."""
+        entry = self.entry
         if entry is None:
             return Summary(call, self.rows, None, note="no config works")
         notes = [origin_word(entry.origin) * bool(entry.origin)]
@@ -141,9 +143,10 @@ def _choice_facts(entry: Entry, rows: Sequence[Row]) -> Iterator[tuple[str, str]
 
 def _key_words(call: Mapping[str, Any]) -> str:
     """Return a key with the class of each part: a value, or the dtype of an argument."""
-    values = [f"{name}={value}" for name, value in readable_call({**call, "dtypes": []}).items()]
+    readable = readable_call({**call, "dtypes": []})
+    options = [f"{name}={readable.pop(name)}" for name, _ in call["options"]]
+    values = [f"{name}={value}" for name, value in readable.items()]
     dtypes = [f"{name}: {dtype}" for name, dtype in call["dtypes"]]
-    options = [f"{name}={value}" for name, value in call["options"]]
     parts = (("values", values), ("dtypes", dtypes), ("launch options", options))
     return "; ".join(f"{name} {', '.join(part)}" for name, part in parts if part) or "empty"
 
@@ -161,7 +164,8 @@ def key_blocks(
     else:
         for group in grouped(shown):
             yield from kernel_blocks(group[0].key)
-            yield from summary_blocks([key.summary() for key in group])
+            calls = readable_calls([key.key.call for key in group])
+            yield from summary_blocks([*map(StoredKey.summary, group, calls)])
         yield f"{counted(len(shown), 'key')}; --all prints every config, --key chooses"
     if folded:
         yield folded
@@ -252,5 +256,8 @@ def kernel_blocks(key: KeyRecord) -> Iterator[Block]:
     yield heading(f"{key.kernel_name}  {place(key.kernel_file, key.kernel_line)}")
     toolchain, name = key.toolchain, str(key.device["name"])
     target = [str(toolchain.get("target"))] * (toolchain.get("target") != name)
-    parts = [name, f"Triton {toolchain.get('triton')}", *target]
+    switches = {**toolchain.get("environment", {})}
+    if switches.get("default_fp_fusion") == "True":
+        del switches["default_fp_fusion"]
+    parts = [name, f"Triton {toolchain.get('triton')}", *target, *filter(None, [words(switches)])]
     yield f"{', '.join(parts)}, source {key.kernel_digest[:_DIGEST]}"

@@ -16,7 +16,7 @@ from safetune.show.words import (
     one_reason,
     origin_words,
     place,
-    readable_call,
+    readable_calls,
     readable_config,
     time_words,
 )
@@ -38,7 +38,7 @@ def page(kernel: str, keys: Sequence[StoredKey]) -> str:
 def _group(keys: Sequence[StoredKey]) -> dict[str, Any]:
     """Return the page's section on one kernel on one device."""
     key = keys[0].key
-    shapes = [readable_call(key.key.call) for key in keys]
+    shapes = readable_calls([key.key.call for key in keys])
     choices = [readable_config(key.entry.choice.config) if key.entry else {} for key in keys]
     return {
         "place": place(key.kernel_file, key.kernel_line),

@@ -67,7 +67,7 @@ class Table:
     """Rows of one line each, below a heading for each column.
 
     If it is too wide, its headings take several lines; then its spare columns go, the last one
-    first; then texts are cut.
+    first; then texts are cut, the longest first, and numbers last.
     """
 
     def __init__(self, columns: Iterable[Column], styles: Sequence[str | None] = ()) -> None:
@@ -109,7 +109,7 @@ def _made(
     for name, cells, _ in columns:
         is_number = all(_NUMBER.issuperset(str(cell)[:1]) for cell in cells)
         justify: Any = "right" if is_number else "left"
-        made.add_column(headed(visible(name)), justify=justify, no_wrap=True)
+        made.add_column(headed(visible(name)), justify=justify, no_wrap=is_number)
     for number, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
         made.add_row(*map(_cell, cells), style=styles[number] if styles else None)
     return made

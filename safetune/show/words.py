@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -113,10 +113,22 @@ def _source(value: Any) -> str:
 
 
 def readable_call(call: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a stored key by name, and the dtypes, as people read them."""
-    values = {name: str(readable(value)) for name, value in call["values"]}
+    """Return a stored key as people read it: values and options by name, and the dtypes."""
+    named = (*call["values"], *call["options"])
+    values = {name: str(readable(value)) for name, value in named}
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
     return values | ({"dtype": dtypes} if dtypes else {})
+
+
+def readable_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the same of several keys; with the dtype of each argument if two would look equal."""
+    shown = [readable_call(call) for call in calls]
+    if len({words(values) for values in shown}) == len(calls):
+        return shown
+    return [
+        {name: value for name, value in values.items() if name != "dtype"} | dict(call["dtypes"])
+        for values, call in zip(shown, calls, strict=True)
+    ]
 
 
 def call_data(call: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

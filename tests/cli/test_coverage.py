@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from safetune.cli.coverage import _blocks
 from safetune.offline import shares
+from safetune.offline.coverage import Covered, Found
+from safetune.show.tables import print_blocks
 from safetune.store.local.store import Store
 from safetune.store.records import CallCount, RecordedCall
 
@@ -53,9 +56,13 @@ def test_the_table(recorded: None, safetune: Any) -> None:
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert rows["kernel"][1:4] == ["keys", "calls", "time"]
     assert "pack" not in rows["kernel"], "no call has its choice from a pack"
-    assert "66.7 % / 66.7 % 33.3 % / 33.3 %" in " ".join(" ".join(lines).split())
+    assert rows["kernel"][4:] == ["exact", "nearest", "nothing"]
     assert rows["scale"][1:3] == ["2", "3"]
+    assert rows["scale"][5:] == ["66.7", "%", "33.3", "%", "0", "%"]
     assert rows["all"][1:3] == ["5", "6"]
+    by_time = rows["all,"]
+    assert by_time[:3] == ["all,", "by", "time"]
+    assert by_time[-6:] == ["33.3", "%", "16.7", "%", "50", "%"]
     assert any(line.startswith("nearest: scale n=200 ") for line in lines)
     assert sum(line.startswith("nothing: ") for line in lines) == 3
 
@@ -70,8 +77,32 @@ def test_the_table_is_one_at_every_width(
         (rule,) = [place for place, line in enumerate(lines) if line.startswith("───")]
         assert lines[rule - 1].startswith("kernel ")
         table = lines[rule - 1 : lines.index("", rule)]
-        assert len(table) == 2 + 4, table
+        assert len(table) == 2 + (5 if words == ["coverage"] else 4), table
         assert max(map(len, table)) <= columns
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_long_names_are_cut_and_shares_are_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """Regression: with every kind of choice, each cell of a terminal's table was an ellipsis."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = ["chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "_layer_norm_fwd_1pass_kernel"]
+    covered = [
+        Covered(call(name, 1, 1.0, name), kind, 1, 1.0, problem="edited")
+        for name in names
+        for kind in (*Found, Found.EXACT)
+    ]
+    for each in covered:
+        each.call.arguments["call"] = {"values": [], "dtypes": [], "options": []}
+
+    print_blocks(_blocks(covered, []))
+
+    heads, _, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]
+    assert heads.split()[-5:] == ["exact", "pack", "nearest", "nothing", "changed"]
+    assert [row.split()[-10::2] for row in rows] == [["33.3", *["16.7"] * 4]] * 4
+    assert [row[:9] for row in rows] == ["chunk_gat", "_layer_no", "all      ", "all, by t"]
+    assert max(map(len, rows)) <= columns
 
 
 def test_a_share_that_is_asked_for(recorded: None, safetune: Any) -> None:

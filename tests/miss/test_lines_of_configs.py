@@ -61,8 +61,8 @@ for n in (100, 101) if "twice" in sys.argv else (100,):
 """
 
 BUGS = (
-    "safetune: copy_kernel: {} crashed, hung or computed something else ({}); "
-    "`safetune show copy_kernel` says which"
+    "safetune: copy_kernel: {} crashed, hung or computed something else ({}): "
+    "ADD=1.0 BLOCK=256 num_warps=4 num_stages=3{}; `safetune show copy_kernel` has the details"
 )
 LEFT_OUT = (
     "safetune: copy_kernel: faster configs are left out, because their results differ from the "
@@ -78,12 +78,12 @@ LEFT_OUT = (
         (
             "right right right large wrong slow dies",
             ("twice",),
-            [BUGS.format("3 of 7 configs", "2 wrong_result, 1 died(SIGSEGV)"), LEFT_OUT],
+            [BUGS.format("3 of 7 configs", "2 wrong_result, 1 died(SIGSEGV)", ", …"), LEFT_OUT],
         ),
         pytest.param(
             "right right right large wrong",
             ("reference",),
-            [BUGS.format("1 of 5 configs", "1 wrong_result")],
+            [BUGS.format("1 of 5 configs", "1 wrong_result", "")],
             marks=pytest.mark.full,
         ),
     ],

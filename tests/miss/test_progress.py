@@ -165,7 +165,7 @@ def test_the_line_fits_and_the_key_is_what_gets_cut(columns: int) -> None:
 def test_lines_where_no_line_can_be_shown(
     env: dict[str, str], changes: Any, run: Any, terminal: Terminal, tmp_path: Path
 ) -> None:
-    """How far the tuning is, and at its end what came of it and which config crashed."""
+    """How far the tuning is, which config crashed, and at its end what came of it."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     process = run(env, gate, at_once=True, **changes)
@@ -190,8 +190,7 @@ def test_lines_where_no_line_can_be_shown(
     ), line
     assert re.fullmatch(
         r"safetune: copy_kernel tuned for n=100 \(float32\) in [\d.]+ s: BLOCK=\d+ num_warps=4 "
-        r"num_stages=3 \([\d.]+ [mu]?s\); 3 of 3 configs measured, failed: 1 died "
-        r"\(BLOCK=32 num_warps=4 num_stages=3\)",
+        r"num_stages=3 \([\d.]+ [mu]?s\); 3 of 3 configs measured, failed: 1 died",
         last,
     ), last
 
@@ -283,6 +282,32 @@ def test_the_first_line_comes_after_ten_seconds_and_then_one_every_thirty(
         f"safetune: tuning copy_kernel 0/2, {passed}, n=100 (float32)"
         for passed in ("0:10", "0:40", "1:10")
     ]
+
+
+def test_a_line_of_text_is_short_and_ends_with_the_whole_config() -> None:
+    """With the names of FLA and of vLLM: the config that hangs is the one that must be seen."""
+    key = "H=8, HV=16, K=128, V=256, BT=64, USE_G=True, STATE_V_FIRST=False (bfloat16/float32)"
+    config = "BLOCK_SIZE_M=128 BLOCK_SIZE_N=128 BLOCK_SIZE_K=64 GROUP_SIZE_M=8 num_warps=8"
+    name = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64"
+    far = HowFar(name, 31, 72, 2, 1.0, 2.1, 40.0, 53.0, key, f"measures {config}")
+
+    line = f"safetune: tuning {far}"
+
+    assert line.endswith(f" 0:40 < 0:53, {key[:59]}…, measures {config}")
+    assert len(line) < 280
+
+
+def test_a_choice_from_stored_trials_is_not_told_as_a_tuning(
+    copies: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shorter list of configs, all of which were measured for the longer one."""
+    copies(None, None, None)()
+    caplog.set_level(logging.INFO, logger="safetune")
+    block = copies(None, None)()
+    (text,) = caplog.messages
+    chosen = rf"BLOCK={block} num_warps=4 num_stages=3 \([\d.]+ \wm?s\)"
+    told = rf"copy_kernel for n=100 \(float32\): {chosen}; chosen from stored trials, none measured"
+    assert re.fullmatch(told, text), text
 
 
 def test_a_line_says_what_the_tuning_waits_for(request_: TuningRequest) -> None:
