@@ -146,11 +146,15 @@ def test_two_lists_of_configs_in_one_pack(copies: Any, packed: Any) -> None:
     assert open_lookup(Settings.current()).store.kernels() == []
 
 
-def test_a_pin_in_a_pack_goes_before_a_later_choice(copies: Any, packed: Any) -> None:
+@pytest.mark.parametrize(("pinned", "launched"), [(32, 32), (128, 64)])
+def test_a_pin_in_a_pack_goes_before_a_later_choice_if_its_config_is_declared(
+    copies: Any, packed: Any, pinned: int, launched: int
+) -> None:
     made = copies(blocks=(16, 32, 64))
     packed(made, 64, generation=2)
-    packed(made, 32, declared=PINNED_LIST, marks=(Mark.PINNED.value,))
-    assert made() == 32
+    packed(copies(blocks=(32, 128)), pinned, declared=PINNED_LIST, marks=(Mark.PINNED.value,))
+    assert made() == launched
+    assert open_lookup(Settings.current()).store.kernels() == [], "nothing was tuned"
 
 
 def test_the_order(copies: Any, packed: Any, tmp_path: Path, monkeypatch: Any) -> None:
