@@ -249,9 +249,9 @@ class Driver:
         """Queue a copy between memory of the device and pinned memory."""
         self.call("cuMemcpyAsync", target, source, size, stream)
 
-    def copy_in(self, target: int, source: int, size: int, stream: int = 0) -> None:
+    def copy_in(self, target: int, source: int, size: int) -> None:
         """Queue a copy from host memory, which was read on return unless it is pinned."""
-        self.call("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+        self.call("cuMemcpyHtoDAsync_v2", target, source, size, 0)
 
     def read(self, address: int, size: int) -> bytes:
         """Return bytes of a device, once everything before on the default stream is done."""
@@ -336,9 +336,9 @@ class Driver:
         """Return a new event, which can be timed."""
         return self._made("cuEventCreate", ctypes.c_void_p, 0)
 
-    def record(self, event: int, stream: int = 0) -> None:
-        """Queue an event on a stream."""
-        self.call("cuEventRecord", event, stream)
+    def record(self, event: int) -> None:
+        """Queue an event on the default stream."""
+        self.call("cuEventRecord", event, 0)
 
     def has_happened(self, event: int) -> bool:
         """Whether the device has got to an event; waits for nothing."""
@@ -379,9 +379,9 @@ class Driver:
         self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
         return graph.value or 0
 
-    def replay(self, graph: int, stream: int = 0) -> None:
-        """Queue all that is in a graph, after what is queued on the stream already."""
-        self.call("cuGraphLaunch", graph, stream)
+    def replay(self, graph: int) -> None:
+        """Queue all that is in a graph, after what is queued on the default stream already."""
+        self.call("cuGraphLaunch", graph, 0)
 
     def drop_graph(self, graph: int) -> None:
         """Destroy what `capture` has returned."""

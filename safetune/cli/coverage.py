@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,7 @@ def _blocks(covered: Sequence[Covered], lost: Sequence[str]) -> Iterator[Block]:
     if len(missing) > _MOST_LISTED:
         yield f"and {counted(len(missing) - _MOST_LISTED, 'more key')}"
     unsure = [each for each in covered if each.problem and each.found is not Found.CHANGED]
-    for (name, problem), of_both in _grouped(unsure):
+    for (name, problem), of_both in Counter((e.call.name, e.problem) for e in unsure).items():
         yield f"not compared with the code: {counted(of_both, 'key')} of {name}: {problem}"
     yield from lost
     if captured := sum(each.captured for each in covered):
@@ -141,10 +141,6 @@ def _blocks(covered: Sequence[Covered], lost: Sequence[str]) -> Iterator[Block]:
             f"{counted(captured, 'call')} went into CUDA graphs and count once: replays of a graph "
             "are not counted"
         )
-
-
-def _grouped(covered: Iterable[Covered]) -> list[tuple[tuple[str, str], int]]:
-    return [*Counter((each.call.name, each.problem) for each in covered).items()]
 
 
 def _percent(share: float) -> str:

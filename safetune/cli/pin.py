@@ -64,7 +64,8 @@ def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]
         if only.matches(key) and parts.items() <= readable_call(key.call).items()
     ]
     check_some(kernel, store, keys)
-    of_source = {digest: _configs(store, kernel, digest) for digest in _digests(keys)}
+    sources = {key.kernel_digest for key in keys}
+    of_source = {digest: _configs(store, kernel, digest) for digest in sources}
     # An older source of the kernel may have had other configs.
     with_config = {d for d, found in of_source.items() if _matching(found, config)}
     digests = with_config or {keys[-1].kernel_digest}
@@ -78,10 +79,6 @@ def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]
     words = config_words(pinned[0].choice.config)
     data = {"kernel": kernel, "config": pinned[0].choice.config, "pinned": len(pinned)}
     emit(data, [f"pinned {words} for {counted(len(pinned), 'key')} of {kernel}"])
-
-
-def _digests(keys: Sequence[KeyRecord]) -> set[str]:
-    return {key.kernel_digest for key in keys}
 
 
 def _configs(store: Store, kernel: str, digest: str) -> Configs:

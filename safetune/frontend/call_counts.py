@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
 
 _FLUSH_S = 60.0
-#: The first launch of a key compiles. Of the others the 2nd to 4th are timed, and the 8th, 16th, …
-_FIRST_TIMED, _ALL_TIMED = 2, 4
+#: The launches of a key are timed up to this number, and the 8th, 16th, … The first one, which
+#: compiles, is not: its key is not looked up yet.
+_ALL_TIMED = 4
 
 
 class _Count:
@@ -41,7 +42,7 @@ class _Count:
     def is_timed(self) -> bool:
         """Whether the next launch is timed."""
         number = self.calls + 1
-        return number >= _FIRST_TIMED and (number <= _ALL_TIMED or number & (number - 1) == 0)
+        return number <= _ALL_TIMED or number & (number - 1) == 0
 
     def news(self) -> CallCount:
         """Return the counts not stored yet, except launches that compiled again."""

@@ -26,16 +26,12 @@ def python_files(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the Python files under some paths; raises `InvalidSetting` for a missing one."""
     for path in paths:
         if path.is_dir():
-            here = (p for p in path.rglob("*.py") if not _is_hidden(p.relative_to(path)))
-            yield from sorted(p for p in here if p.is_file())
+            files = (p for p in path.rglob("*.py") if p.is_file())
+            yield from sorted(p for p in files if "/." not in f"/{p.relative_to(path).as_posix()}")
         elif path.is_file():
             yield path
         else:
             raise InvalidSetting(f"{path} is not there; give files or folders")
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") and part != ".." for part in path.parts)
 
 
 def check(paths: Sequence[Path], rules: Collection[str] = (*RULES,)) -> tuple[list[Finding], int]:

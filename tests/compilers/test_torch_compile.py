@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import triton
 
 from safetune import TracingError
 from safetune.compilers import dynamic_shapes
+from safetune.config import config_digest, config_record
 from safetune.errors import TuningWarning
 from safetune.keys.tuning_key import Bucket
 from safetune.miss import record, resolve
 from safetune.offline.replay import LeftOut, sketches, sort_out
 from safetune.settings import Settings
 from safetune.store.lookup import Lookup, open_lookup
+from safetune.store.records import KeyRecord
 from tests.compilers import traced
 
 pytestmark = [
@@ -196,6 +199,25 @@ def test_dynamic_shapes_follow_buckets(module: Any) -> None:
     graphs = compiled(tuner, *sizes, dynamic=True)
 
     assert graphs.blocks() == [[128], [64], [256]]
+
+
+def test_choices_of_another_toolchain_make_no_regions(module: Any) -> None:
+    tuner = traced.kernel(module)
+    store(tuner, {100: 1, 1000: 0})
+    x = torch.zeros(10_000)
+    request = resolve.Miss(tuner, (x, x, 10_000), {"grid": (1,)}).request()
+    other = replace(request.key, toolchain=replace(request.key.toolchain, triton="2.0"))
+    stored, config = lookup_now().store, tuner.configs[2]
+    choice = replace(
+        stored.choices()[0].choice,
+        key=other.digest,
+        config_digest=config_digest(config),
+        config=config_record(config),
+    )
+    stored.put_key(KeyRecord.of(other))
+    stored.put_choice(choice)
+
+    assert compiled(tuner, 50, 1000, 9000, dynamic=True).blocks() == [[128], [64]]
 
 
 @pytest.mark.parametrize(

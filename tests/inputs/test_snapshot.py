@@ -6,6 +6,7 @@ import ctypes
 import os
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -36,6 +37,17 @@ def rebuilt(snapshot: Snapshot) -> list[torch.Tensor]:
     tensors = Arguments(snapshot.layout, os.dup(snapshot.fd)).tensors
     snapshot.close()
     return tensors
+
+
+def test_a_storage_within_another_one_is_part_of_its_block():
+    """As of arrays of NumPy's, which share memory without sharing a storage."""
+    array = numpy.arange(64, dtype=numpy.float32)
+    parts = [torch.from_numpy(part) for part in (array, array[8:16], array[32:])]
+    snapshot = snapshot_of(None, whole=parts[0], inner=parts[1], last=parts[2])
+    assert [block.size for block in snapshot.layout.blocks] == [array.nbytes]
+    whole, inner, last = rebuilt(snapshot)
+    whole.zero_()
+    assert torch.cat([inner, last]).count_nonzero() == 0
 
 
 class TestLimit:

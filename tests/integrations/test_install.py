@@ -229,6 +229,22 @@ print(type(kernel).__module__)
         left = reports(done.stderr)[-1]
         assert "left to triton.autotune: add_kernel (add_kernel has a tuner already" in left
 
+    def test_a_tuner_that_was_not_taken_over_stays_triton_s(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """Also where its launch would find nothing wrong any more."""
+        code = """
+import os, safetune
+installation = safetune.install()
+os.environ["SAFETUNE_PHANTOM"] = "error"
+import lib
+del os.environ["SAFETUNE_PHANTOM"]
+from safetune.integrations.install import launched_in_place_of
+print(*installation.refused, launched_in_place_of(lib.add_kernel))
+"""
+        done = fresh_process(code, cwd=library(), warm=True)
+        assert done.stdout.split() == ["add_kernel", "None"], done.stderr
+
     def test_warnings_that_are_errors_do_not_break_a_library(
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import safetune
-from safetune import CaptureError, NoWorkingConfig
+from safetune import CaptureError, NoWorkingConfig, TuningWarning
+from safetune.errors import TooMuchPinned
 from safetune.frontend import observers
 from safetune.integrations.graph import Watch
 from safetune.miss import background
@@ -51,6 +52,21 @@ def test_it_reports_tunings_and_hits(copies: type[Copies], tried: Callable[[], l
 
     again = safetune.prepare(step, 100, 200, twice=False)
     assert (again.tunings, again.hits) == (0, 3)
+
+
+def test_a_call_with_too_much_pinned_memory_is_not_tuned_in_this_process(
+    copies: type[Copies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter pins nothing, so a stand-in says how much it is."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TooMuchPinned("x: 8 GiB of pinned host memory")
+
+    monkeypatch.setattr("safetune.tuning.tuner.tune", refuse)
+    copy = copies()
+    with pytest.warns(TuningWarning, match="x: 8 GiB of pinned host memory"):
+        safetune.prepare(copy, 100)
+    assert not vars(copy.tuner).get("configs_timings")
 
 
 def test_a_capture_afterwards_only_launches(copies: type[Copies], driver: Driver) -> None:

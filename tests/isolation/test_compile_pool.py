@@ -479,6 +479,15 @@ class TestIdleChildren:
         assert pool.run({1: "ok"})[1].outcome.ok
         assert len(pool.pids()) == 2
 
+    def test_idle_children_that_are_about_to_end_are_replaced(
+        self, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that ends between its next job and the answer would count as a crash."""
+        monkeypatch.setattr(child_handle, "IDLE_EXIT_S", child_handle._IDLE_MARGIN_S)
+        pool.run({0: "ok"})
+        pool.run({1: "ok"})
+        assert len(pool.pids()) == 2
+
     def test_idle_children_end_after_a_while(self, pool: Pool) -> None:
         pool.run({0: "ok"})
         assert not ended(*pool.pids(), within_s=0)

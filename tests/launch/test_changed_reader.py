@@ -285,3 +285,25 @@ def test_another_hook_is_another_kernel_in_the_store(new_case: Callable[[str], C
     digests.append(tuner.identity.digest)
     assert len(set(digests)) == 4
     assert tuner.hooks.reset_to_zero == ("out",)
+
+
+def test_an_edited_kernel_does_not_have_the_choices_of_the_one_before(
+    new_case: Callable[[str], Case],
+) -> None:
+    """The names in its key are the same."""
+    case = new_case("other")
+    case.launched_t()
+    assert len(case.tuner.cache) == 1
+    case.jit._unsafe_update_src(case.jit.src.replace("n + T", "n - T"))
+    assert case.tuner.key_names == ["n", "T"]
+    assert case.tuner.cache == {}
+
+
+def test_a_known_launch_has_the_key_as_it_is_written_now(new_case: Callable[[str], Case]) -> None:
+    case = new_case("other")
+    case.launched_t()
+    before = [*case.tuner.cache]
+    case.tuner.keys.remove("T")
+    case.launched_t()
+    (after,) = case.tuner.cache
+    assert [(7 in key) for key in (*before, after)] == [True, False]

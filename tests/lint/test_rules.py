@@ -296,6 +296,7 @@ def test_a_list_of_one_config_is_not_timed(lint: Lint) -> None:
         ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in CHANGED]', 0),
         ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in EITHER]', 0),
         ("looped()", 0),
+        ('[triton.Config({"BLOCK": 64}, pick()), triton.Config({"BLOCK": 64}, pick())]', 0),
     ],
 )
 def test_a_config_that_is_listed_twice_is_found_where_literals_make_the_list(

@@ -123,14 +123,25 @@ class TestTheFallback:
         keys.choose(32, 100)
         assert Keys((16, 64)).fallback(101) == 16
 
-    def test_is_not_a_config_that_is_known_to_fail_for_the_key(self, keys: Keys) -> None:
+    @pytest.mark.parametrize("blocks", [(32, 64), (64, 32)])
+    def test_is_the_newest_choice_of_the_key_from_another_list(
+        self, keys: Keys, blocks: tuple[int, int]
+    ) -> None:
+        for block in blocks:
+            Keys((16, block)).choose(block, 100)
+        assert keys.fallback(100) == blocks[1]
+
+    @pytest.mark.parametrize("may_work", [Verdict.NO_MEMORY, Verdict.NOT_JUDGED])
+    def test_is_not_a_config_that_is_known_to_fail_for_the_key(
+        self, keys: Keys, may_work: Verdict
+    ) -> None:
         from safetune.config import config_digest, config_record
         from safetune.store.records import TrialRecord
 
         keys.choose(32, 100)
         request = keys.request(101)
         for config, verdict in zip(
-            request.configs, (Verdict.DIED, Verdict.TIMEOUT, Verdict.NO_MEMORY), strict=True
+            request.configs, (Verdict.DIED, Verdict.TIMEOUT, may_work), strict=True
         ):
             keys.store.put_trial(
                 TrialRecord(
@@ -142,7 +153,7 @@ class TestTheFallback:
                     created=1.0,
                 )
             )
-        assert keys.fallback(101) == 64, "a lack of memory is not held against a config"
+        assert keys.fallback(101) == 64, "this is not held against a config"
 
 
 class TestTheRanking:

@@ -126,6 +126,19 @@ class TestFallback:
             assert copies(fastest=32)(100) == 32
         assert under_capture.misses() == ()
 
+    def test_a_stored_choice_is_used_also_where_a_config_has_no_outcome_yet(
+        self, copies: type[Copies], driver: Driver
+    ) -> None:
+        """The key is tuned again at a later launch, and not now."""
+        assert copies(fastest=32)(100) == 32
+        with open_lookup(Settings.current()).store.connection.transaction() as connection:
+            chosen = "SELECT config_digest FROM choice"
+            connection.execute(f"DELETE FROM trial WHERE config_digest NOT IN ({chosen})")
+        with driver.capturing(7), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert copies(fastest=32)(100) == 32
+        assert under_capture.misses() == ()
+
     def test_the_nearest_key_s_choice_is_the_fallback(
         self, copies: type[Copies], driver: Driver
     ) -> None:

@@ -63,7 +63,7 @@ def test_the_fixtures_of_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (plugins / "safetune_pytest").symlink_to(ROOT / "safetune" / "pytest_plugin")
     path = os.pathsep.join([str(plugins), str(ROOT)])
     environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SAFETUNE_MODE": "off"}
     options = ["-q", "-p", "safetune_pytest", "-p", "no:cacheprovider", "."]
 
     done = subprocess.run(

@@ -128,7 +128,7 @@ def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for,
         store.put_key(records.key())
         store.put_trial(records.trial())
         assert store.put_choice(records.choice()) == store.choice("key") == records.choice()
-        assert store.trials("key", 1) == [records.trial()]
+        assert store.trials("key") == [records.trial()]
 
 
 def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, records, caplog):
@@ -140,7 +140,7 @@ def test_a_full_disk_costs_one_line_and_what_is_stored_is_still_read(guarded, re
         guarded.put_trial(records.trial("after"))
         assert guarded.put_choice(records.choice("c2", generation=2)).generation == 2
         assert guarded.put_choice(records.choice("new", key="other")).config_digest == "new"
-    assert [trial.config_digest for trial in guarded.trials("key", 1)] == ["before"]
+    assert [trial.config_digest for trial in guarded.trials("key")] == ["before"]
     assert guarded.choice("key").config_digest == "c2"
     assert guarded.choice("other").config_digest == "new"
     assert guarded.generation("key") == 2
@@ -157,7 +157,7 @@ def test_a_store_that_cannot_be_read_any_more_costs_one_line(guarded, records, c
     connection.close()
     with caplog.at_level(logging.WARNING, "safetune"):
         assert guarded.choice("key") is None
-        assert guarded.trials("key", 1) == []
+        assert guarded.trials("key") == []
         assert guarded.generation("key") == 0
     assert len(caplog.records) == 1
     assert "continuing without its choices" in caplog.text
@@ -200,7 +200,7 @@ store.put_choice(choice("c1"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (262144, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 for index in range(40):
     store.put_trial(trial(index, message="x" * 8000))
-print(len(store.trials("key", 1)), store.choice("key").config_digest)
+print(len(store.trials("key")), store.choice("key").config_digest)
 """,
         tmp_path,
     )

@@ -633,8 +633,8 @@ BLIND = {
 }
 
 #: How many cases of each kind and fault `make judge` runs, and of each small fault.
-SEEDS = range(10)
-MANY = 25
+SEEDS = range(30)
+MANY = 75
 
 
 def table(found: Iterable[tuple[str, str, Tally]]) -> str:

@@ -119,6 +119,9 @@ def test_a_race_goes_on_while_an_earlier_config_may_tie_and_be_slower_by_a_perce
     assert not race.clear({0: slower, 1: faster})
     assert race.clear({0: faster, 1: slower})
     assert race.beaten({0: rounds(1.012, 1.013, 1.012, 1.013), 1: faster}) == {0}
+    ties = rounds(1.002, 1.003, 1.002, 1.003)
+    assert race.beaten({0: ties, 1: faster}) == set()
+    assert race.beaten({0: faster, 1: ties}) == {1}
 
 
 def test_a_config_that_was_beaten_does_not_win_when_the_others_slow_down():

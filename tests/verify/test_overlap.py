@@ -69,6 +69,19 @@ class TestTwoStores:
         assert [(w.written, w.elements) for w in report.written] == [(112, 112)]
         assert str(report) == "rows_kernel, grid 2 x 1 x 1: every write has one owner"
 
+    def test_one_that_is_allowed_is_a_note_and_what_is_left_out_a_finding(self) -> None:
+        report = check_overlap(
+            *(rows_kernel, (2,), zeros(8, 16), 7, 16),
+            ROWS=4,
+            STEP=3,
+            COLUMNS=16,
+            outputs=["y"],
+            allow=["y"],
+        )
+
+        assert [each.kind.value for each in report.findings] == ["unwritten"]
+        assert [each.kind.value for each in report.allowed] == ["overlap"]
+
     def test_every_writer_is_named(self) -> None:
         report = check_overlap(rows_kernel, (10,), zeros(4, 16), 4, 16, ROWS=4, STEP=0, COLUMNS=16)
 

@@ -167,13 +167,11 @@ class Store:
                 return record.after(before)
         return record
 
-    def trials(self, key: str, generation: int | None = None) -> list[TrialRecord]:
-        """Return the outcomes of a key, or of one generation, in the order of their writing."""
+    def trials(self, key: str) -> list[TrialRecord]:
+        """Return the outcomes of a key, by generation and in the order of their writing."""
         with self.connection.reading() as connection:
             found = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
-        if any(trial.flight for trial in found):
-            found = in_flight.landed(found)
-        return [trial for trial in found if generation in (None, trial.generation)]
+        return in_flight.landed(found) if any(trial.flight for trial in found) else found
 
     def choice(
         self, key: str, declared: str | None = None, among: Collection[str] | None = None

@@ -122,7 +122,8 @@ def tables_of(
         device = str(entry.key.device["name"]).replace(" ", "_")
         last = [(name, values.pop(name)) for name in _LAST if name in values]
         parts = (*values.items(), (_DEVICE, device), *last)
-        place = (_folder(entry.key, kind), parts, entry.key.kernel_name, _dtypes(entry.key))
+        dtypes = "-".join(dict.fromkeys(dtype for _, dtype in entry.key.call["dtypes"]))
+        place = (_folder(entry.key, kind), parts, entry.key.kernel_name, dtypes)
         places.setdefault(place, {})[int(size)] = entry  # of two toolchains, the later choice
     found: dict[str, Table] = {}
     for (folder, parts, kernel, dtypes), rows in places.items():
@@ -149,7 +150,3 @@ def _folder(key: KeyRecord, kind: Kind) -> str:
     """Return SGLang's folder for a version of Triton."""
     version = str(key.toolchain["triton"]).replace(".", "_")
     return f"triton_{version}/" if kind is Kind.SGLANG else ""
-
-
-def _dtypes(key: KeyRecord) -> str:
-    return "-".join(dict.fromkeys(dtype for _, dtype in key.call["dtypes"]))

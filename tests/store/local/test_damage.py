@@ -54,12 +54,12 @@ def test_a_damaged_row_is_absent_and_reported_once(store, records, caplog, damag
     with caplog.at_level(logging.WARNING, "safetune"):
         for _ in range(2):
             assert (store.choice("key") is None) == damage.startswith("choice")
-            assert (store.trials("key", 1) == []) == damage.startswith("trial")
+            assert (store.trials("key") == []) == damage.startswith("trial")
             listed = [stored.key.digest for stored in store.choices()]
             store.choice("moved")
             shown = [key.digest for key, trials in store.trials_of("add") if trials]
     assert store.choice("sound") == records.choice(key="sound")
-    assert store.trials("sound", 1) == [records.trial(key="sound")]
+    assert store.trials("sound") == [records.trial(key="sound")]
     assert listed == (["key", "sound"] if damage.startswith("trial") else ["sound"])
     assert shown == (["key", "sound"] if damage.startswith("choice") else ["sound"])
     assert len(caplog.records) == 1
@@ -83,7 +83,7 @@ def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
     execute(store.path, "UPDATE trial SET record = replace(record, 'spilled', 'x')")
     assert store.put_choice(records.choice("c2")) == records.choice("c2") == store.choice("key")
     store.put_trial(records.trial())
-    assert store.trials("key", 1) == [records.trial()]
+    assert store.trials("key") == [records.trial()]
 
 
 def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):
@@ -101,7 +101,7 @@ def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):
         row["record"] = encoding.dumps({**data, "checksum": table.checksum(data)})
         with store.connection.transaction() as connection:
             table.insert(connection, row, "REPLACE")
-    assert store.trials("key", 1) == []
+    assert store.trials("key") == []
     assert store.choice("key") is None
 
 

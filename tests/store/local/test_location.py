@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from safetune.errors import StoreError
 from safetune.settings import Settings
 from safetune.store.local import db_files
 from safetune.store.local.db_files import locate
@@ -39,6 +41,7 @@ int statfs(const char *path, struct statfs *found) {
 _NODE = """
 import warnings
 from tests.store.shared.conftest import LIST, SPACE, key, tuned
+from safetune.errors import StoreError
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 with warnings.catch_warnings(record=True) as caught:
@@ -184,3 +187,20 @@ def test_a_directory_of_another_user_on_the_disk_of_a_node_is_refused(cluster: C
     assert list(cluster.home.rglob("*.json")), "the shared store is used all the same"
     assert "belongs to another user" in told[1]
     assert (len(told), list(directory.iterdir())) == (2, [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o757])
+def test_a_directory_of_root_is_trusted_unless_others_may_write(mode: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, mode)
+        os.seteuid(12345)
+        try:
+            with (
+                contextlib.nullcontext()
+                if mode == 0o755
+                else pytest.raises(StoreError, match="belongs to another user")
+            ):
+                db_files.check(Path(directory) / "safetune.db")
+        finally:
+            os.seteuid(0)

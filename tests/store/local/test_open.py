@@ -163,7 +163,7 @@ def test_missing_tables_and_columns_are_errors_not_new_tables(store, records, st
     with pytest.raises(StoreError, match=problem):
         store.put_trial(records.trial())
     with pytest.raises(StoreError, match=r"cannot read the store .*safetune\.db: no such"):
-        store.trials("key", 1)
+        store.trials("key")
     with pytest.warns(StoreWarning, match="no such .* it is renamed to"):
         store.put_choice(records.choice())
 
@@ -217,7 +217,7 @@ except StoreError as error:
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 store = Store.open(directory)
 store.put_trial(trial("c1"))
-print(len(store.trials("key", 1)))
+print(len(store.trials("key")))
 """,
         tmp_path,
     )
@@ -258,7 +258,7 @@ def test_a_process_whose_choices_are_stored_imports_no_heavy_module(store, recor
     script = f"""
 store = Store.open(directory)
 assert store.choice("key").config_digest == "c1"
-assert store.generation("key") == 1 and store.trials("key", 1) == []
+assert store.generation("key") == 1 and store.trials("key") == []
 Store.open(directory / "new").close()
 {LOADED}
 """

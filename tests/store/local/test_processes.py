@@ -71,13 +71,13 @@ if pid == 0:
     inherited = files()
     assert store.choice("key").config_digest == "c1"
     store.put_trial(trial("child"))
-    assert len(store.trials("key", 1)) == 2
+    assert len(store.trials("key")) == 2
     print("inherited", len(inherited), flush=True)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-assert [each.config_digest for each in store.trials("key", 1)] == ["parent", "child"]
+assert [each.config_digest for each in store.trials("key")] == ["parent", "child"]
 store.put_trial(trial("after"))
-print(len(store.trials("key", 1)))
+print(len(store.trials("key")))
 """
 )
 
@@ -141,7 +141,7 @@ if pid == 0:
     os._exit(0 if store.choice("key").config_digest == "c1" and not inherited else 1)
 print(os.waitpid(pid, 0)[1], flush=True)
 thread.join()
-print([each.config_digest for each in store.trials("key", 1)])
+print([each.config_digest for each in store.trials("key")])
 """,
         store.path.parent,
     )
@@ -180,7 +180,7 @@ assert os.waitpid(pid, 0)[1] == 0
 forked.set()
 thread.join()
 store.put_trial(trial("after"))
-print([each.config_digest for each in store.trials("key", 1)])
+print([each.config_digest for each in store.trials("key")])
 """,
         tmp_path,
     )

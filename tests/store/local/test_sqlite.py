@@ -53,7 +53,7 @@ def test_every_record_comes_back_from_a_new_open(store, records):
     assert store.put_choice(choice) == choice
 
     again = reopened(store)
-    assert again.trials("key", 1) == [trial, failed]
+    assert again.trials("key") == [trial, failed]
     assert again.choice("key") == choice
     assert again.choices() == again.choices("add") == [StoredChoice(key, choice)]
     assert again.trials_of("add") == [(key, [trial, failed])]
@@ -63,7 +63,7 @@ def test_every_record_comes_back_from_a_new_open(store, records):
 
 def test_nothing_is_stored_for_an_unknown_key(store):
     assert store.choice("absent") is None
-    assert store.trials("absent", 1) == []
+    assert store.trials("absent") == []
     assert store.generation("absent") == 0
     assert store.choices() == store.choices("absent") == store.trials_of("absent") == []
     assert store.kernels() == []
@@ -110,10 +110,10 @@ def test_a_transient_outcome_never_replaces_a_row(store, records):
     """Regression: out of memory for a moment would have erased a measured time."""
     transient = records.trial(outcome=Outcome(Verdict.NO_MEMORY))
     store.put_trial(transient)
-    assert store.trials("key", 1) == [transient]
+    assert store.trials("key") == [transient]
     store.put_trial(records.trial())
     store.put_trial(transient)
-    assert store.trials("key", 1) == [records.trial()]
+    assert store.trials("key") == [records.trial()]
 
 
 def test_a_key_that_is_put_again_is_refreshed(store, records):
@@ -190,7 +190,7 @@ def test_lone_surrogates_and_big_integers_do_no_harm(store, records):
     )
     store.put_choice(records.choice("c\ud8ff", key="\udc80"))
     assert store.choice("\udc80").config_digest == "c\\ud8ff"
-    assert store.trials("\udc80", 1)[0].outcome.stderr == "\\udc80\0"
+    assert store.trials("\udc80")[0].outcome.stderr == "\\udc80\0"
     assert store.choices("a\udcffdd")[0].key.call == key.call
     assert store.generation("\udc80") == 1
     assert store.clear("a\udcffdd") == 1
@@ -210,7 +210,7 @@ def test_any_json_comes_back(records, config, call, times, message):
     assert store.put_choice(choice) == choice
     assert store.choices() == [StoredChoice(key, choice)]
     kept = replace(trial, outcome=replace(outcome, message=text(message)))
-    assert store.trials("key", 1) == [kept]
+    assert store.trials("key") == [kept]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -224,7 +224,7 @@ def test_a_key_whose_call_no_reader_can_use_is_not_listed(records, call):
     store.put_choice(records.choice())
     assert store.choices() == store.trials_of("add") == []
     assert store.choice("key") == records.choice()
-    assert store.trials("key", 1) == [records.trial()]
+    assert store.trials("key") == [records.trial()]
     assert store.clear("add") == 1
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from safetune.outcome import Mark
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.packs import exchange, packs
 from safetune.store.packs.packs import name_of
+from safetune.store.records import PINNED_LIST
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -142,6 +144,17 @@ def test_two_lists_of_configs_in_one_pack(copies: Any, packed: Any) -> None:
     assert packed(old, 64) == packed(new, 128)
     assert [old(), new()] == [64, 128]
     assert open_lookup(Settings.current()).store.kernels() == []
+
+
+@pytest.mark.parametrize(("pinned", "launched"), [(32, 32), (128, 64)])
+def test_a_pin_in_a_pack_goes_before_a_later_choice_if_its_config_is_declared(
+    copies: Any, packed: Any, pinned: int, launched: int
+) -> None:
+    made = copies(blocks=(16, 32, 64))
+    packed(made, 64, generation=2)
+    packed(copies(blocks=(32, 128)), pinned, declared=PINNED_LIST, marks=(Mark.PINNED.value,))
+    assert made() == launched
+    assert open_lookup(Settings.current()).store.kernels() == [], "nothing was tuned"
 
 
 def test_the_order(copies: Any, packed: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -54,7 +54,9 @@ def said(work: Callable[[], Any]) -> tuple[Any, list[str]]:
     return found, [str(e.message) for e in caught if issubclass(e.category, SafetuneWarning)]
 
 
-def test_a_claim_on_a_full_server_is_to_be_made_again(full: Full, layer: SharedLayer) -> None:
+def test_a_claim_on_a_full_server_is_to_be_made_again(
+    full: Full, layer: SharedLayer, clock: Clock
+) -> None:
     """Not a right to tune, as of a server that is gone."""
     full.hold()
     claim, warned = said(lambda: layer.claim(SPACE, key().digest, LIST, force=False))
@@ -66,6 +68,9 @@ def test_a_claim_on_a_full_server_is_to_be_made_again(full: Full, layer: SharedL
         assert warned == []
     assert claim.lease is not None
     assert not isinstance(claim.lease, NoLease)
+    clock.leapt_s += WAIT_S
+    full.hold()
+    assert layer.claim(SPACE, key().digest, LIST, force=False).later, "it has answered meanwhile"
 
 
 @pytest.mark.slow

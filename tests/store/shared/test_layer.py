@@ -280,9 +280,11 @@ class TestExchange:
         self, url: str, local: GuardedStore, layer_of: MakeLayer, why: str
     ) -> None:
         """The pulled one replaces what this node has of the same generation, and no later one."""
-        open_shared(url).publish(SPACE, [stored(0, 64), stored(0, 128, 2), stored(1, 64)])
+        pulled = [stored(0, 64), stored(0, 128, 2), stored(1, 64), stored(3, 64)]
+        open_shared(url).publish(SPACE, pulled)
         if why == "it is frozen":
             local.put_choice(choice(1, 128))
+            local.put_choice(choice(3, 128, 2))
             tuned(local, 2, 16)
             layer_of(url, writes=False)
         else:
@@ -295,6 +297,7 @@ class TestExchange:
         if why == "it is frozen":
             assert local.choice(key(1).digest) == choice(1, 128), "the database is as it was"
             assert Lookup(local).find(key(2), LIST) == choice(2, 16)
+            assert Lookup(local).find(key(3), LIST) == choice(3, 128, 2)
             assert key(2).digest not in {name.key for name in open_shared(url).names(SPACE)}
 
     def test_a_local_store_that_another_process_locks_costs_no_warning(

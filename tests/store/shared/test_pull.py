@@ -252,6 +252,22 @@ def test_new_choices_are_pulled_every_few_seconds(
     until(lambda: local.choice(key(1).digest) and shared.get(SPACE, key(2).digest, LIST))
 
 
+def test_sync_pulls_also_where_another_process_of_the_node_does_that(
+    tmp_path: Path,
+    local: GuardedStore,
+    layer_of: MakeLayer,
+    set_pauses: Callable[[float, float], None],
+) -> None:
+    set_pauses(600.0, 600.0)
+    (tmp_path / "shared").mkdir()
+    shared = open_shared(f"file://{tmp_path}/shared")
+    for layer in (layer_of(shared), follower := layer_of(shared)):
+        layer.refresh(SPACE)
+    shared.publish(SPACE, [stored(1)])
+    follower.pull(SPACE)
+    assert local.choice(key(1).digest) == choice(1)
+
+
 def node(directory: Path, shared: Path) -> tuple[Lookup, GuardedStore]:
     """A process of a node: its database, and a shared store."""
     opened = GuardedStore.open(directory)

@@ -16,6 +16,7 @@ from safetune import sync
 from safetune.config import config_digest, config_record
 from safetune.errors import SafetuneWarning
 from safetune.keys import encoding
+from safetune.miss.sync import Launched
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.store.records import KeyRecord, StoredChoice
@@ -133,6 +134,28 @@ class TestSharedStore:
         assert program.launch(100) == 64
         sync()
         assert program.launch(100) == 32
+
+    def test_a_frozen_process_takes_what_rank_0_launches_and_does_not_try_to_store_it(
+        self,
+        program: Any,
+        publish: Callable[[int, int], None],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        publish(64, 1)
+        assert program.launch(100) == 64
+        monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+        other = config_digest(
+            next(c for c in program.copy_kernel.configs if c.kwargs["BLOCK"] == 32)
+        )
+
+        def of_rank_0(own: dict[str, Launched], *_: object) -> tuple[dict[str, Launched], int]:
+            return {key: Launched(other, launched.choice) for key, launched in own.items()}, 0
+
+        monkeypatch.setattr("safetune.miss.sync._of_rank_0", of_rank_0)
+        sync()
+        assert program.launch(100) == 32
+        assert not any("agreed choices" in text for text in caplog.messages)
 
     def test_a_record_can_select_nothing_that_is_not_declared(
         self, program: Any, publish: Callable[[int, int], None], tmp_path: Path

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import sqlite_utils.migrations  # noqa: F401 - imported before the forks
-from tally import Tally, choice, fault, filled, run, trial
+from tally import ROOT, Tally, choice, fault, filled, run, trial
 
 from safetune.store.local.db_files import DATABASE_NAME
 from safetune.store.local.locks import try_lock
 from safetune.store.local.store import Store
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(ROOT)]  # of `test_flight` and `tests`
 
 
 def _together(tally: Tally, what: str, count: int, work: Callable[[int], object]) -> None:
