@@ -561,7 +561,7 @@ def marks_of_choice(
     if outcome.marked(Mark.NOT_REPEATABLE):
         marks.append(Mark.NOT_REPEATABLE.of(Mark.NOT_REPEATABLE.reason_in(outcome.marks)))
     if tried < every:
-        named = [*given_up[:_NAMED], *[f"{len(given_up) - _NAMED} others"] * (len(given_up) > _NAMED)]
+        named = [*given_up[:_NAMED], *["..."] * (len(given_up) > _NAMED)]
         slow = f"; given up while compiling: {'; '.join(named)}" if named else ""
         marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{slow}"))
     return tuple(marks)

@@ -179,9 +179,7 @@ def unread(x, y, out, BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE=16):
     tl.store(out + offset, tl.load(x + offset) + tl.load(y + offset) + SIZE)
 
 
-def test_the_largest_tiles_are_compiled_first(
-    bench: Callable[..., Any], given: Given
-) -> None:
+def test_the_largest_tiles_are_compiled_first(bench: Callable[..., Any], given: Given) -> None:
     """By the product of the integers among a config's names; in declared order if that is equal."""
     names = [
         *({"BLOCK": 16, "GROUP": 8}, {"BLOCK": 64, "GROUP": 0}, {"BLOCK": 128, "GROUP": 1}),
