@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,12 +37,20 @@ PART_S = 120.0
 
 
 def figures(rows: Sequence[Row]) -> Figures:
-    """Return the seconds of all first steps of a library, and safetune's over stock's."""
+    """Return the seconds of all first steps of a library, and safetune's over stock's.
+
+    For a process that did not end well, the number of its signal, or the seconds that it was given.
+    """
     found: Figures = {}
     for row in rows:
-        if row["kind"] == "process" and row["ended"] == "ok":
-            name = f"cold_s_{row['part']}_{row['tuner']}_{row['state']}"
-            found[name] = sum(step["first_s"] for step in row["steps"])
+        if row["kind"] != "process":
+            continue
+        of = f"{row['part']}_{row['tuner']}"
+        if row["ended"] == "ok":
+            found[f"cold_s_{of}_{row['state']}"] = sum(step["first_s"] for step in row["steps"])
+        elif stopped := re.fullmatch(r"over (\d+) s|exit code -(\d+)", row["ended"]):
+            over_s, signal = stopped.groups()
+            found[f"cold_{'over_s' if over_s else 'signal'}_{of}"] = float(over_s or signal)
     for part in {row["part"] for row in rows}:
         ours, stock = (found.get(f"cold_s_{part}_{t}_cold") for t in ("safetune", "triton"))
         if ours and stock:

@@ -65,15 +65,29 @@ def test_a_library_has_its_times_and_the_verdicts_of_its_configs(cold_libraries:
     assert (figures["configs"], figures["rejected_configs"]) == (8.0, 2.0)
 
 
-def test_a_step_that_never_ends_is_a_row(
-    cold_libraries: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "ended", "figure"),
+    [
+        ("import signal; signal.pause()", "over 2 s", {"cold_over_s_twice_triton": 2.0}),
+        ("import os; os.abort()", "exit code -6", {"cold_signal_twice_triton": 6.0}),
+    ],
+)
+def test_a_step_without_an_end_of_its_own_is_a_row(
+    cold_libraries: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    step: str,
+    ended: str,
+    figure: dict[str, float],
 ) -> None:
-    (tmp_path / "steps.py").write_text("import signal\nsignal.pause()\n")
+    (tmp_path / "steps.py").write_text(step)
     monkeypatch.setattr(cold_libraries, "LIMIT_S", 2.0)
 
     row = cold_libraries._run("twice", "triton", tmp_path)
 
-    assert (row["ended"], row["steps"]) == ("over 2 s", [])
+    assert (row["ended"], row["steps"]) == (ended, [])
+    process = {"part": "twice", "kind": "process", "tuner": "triton", "state": "cold", **row}
+    assert cold_libraries.figures([process]) == figure
 
 
 def test_a_library_that_is_not_installed_is_named(
