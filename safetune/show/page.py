@@ -40,12 +40,17 @@ def _group(keys: Sequence[StoredKey]) -> dict[str, Any]:
     key = keys[0].key
     shapes = readable_calls([key.key.call for key in keys])
     choices = [readable_config(key.entry.choice.config) if key.entry else {} for key in keys]
+    names = dict.fromkeys(name for shape in shapes for name in shape)
+    same = {n: shapes[0].get(n, "") for n in names if len({s.get(n) for s in shapes}) == 1}
+    if len(keys) == 1:
+        same = {}
     return {
+        "in_all": ", ".join(f"{name}={value}" for name, value in same.items()),
         "place": place(key.kernel_file, key.kernel_line),
         "device": key.device["name"],
         "triton": key.toolchain.get("triton"),
         "source": key.kernel_digest[:8],
-        "of_call": list(dict.fromkeys(name for shape in shapes for name in shape)),
+        "of_call": [name for name in names if name not in same],
         "of_choice": list(dict.fromkeys(name for choice in choices for name in choice)),
         "keys": list(map(_key, keys, shapes, choices)),
     }
