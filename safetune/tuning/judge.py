@@ -143,13 +143,8 @@ def judge(
     accepted = votes + len(others) - len(wrong)
     reason = f"{accepted} of {total} configs agree on another result"
     rejected = {c: results.verdict(c, right[0], reason) for c in wrong}
-    disputed = {}
-    if len(wrong) < len(others):
-        disputed = {
-            c: f"{sizes[c]} of {total} configs have this result"
-            for c in reports
-            if c not in rejected
-        }
+    unsettled = reports.keys() - rejected.keys() if len(wrong) < len(others) else ()
+    disputed = {c: f"{sizes[c]} of {total} configs have this result" for c in unsettled}
     candidates = frozenset(right) - results.outliers(right)
     clear = clear and not disputed
     return Judgement(candidates, sizes, rejected, disputed, results.varies, clear)
