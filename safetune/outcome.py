@@ -103,7 +103,8 @@ class Mark(str, Enum):
     SAME_BITS: its result has the bits of the config that the reason names, also on drawn inputs. Of
         a choice: it was made among such configs, or among all that were asked to have them.
     SAME_AS: compiled to the same code as another config, which was run for both.
-    SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search.
+    SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search
+        or the others compiled for too long.
     FIRST: the first of the configs that were declared, which Triton would launch untuned.
     PINNED: of a choice: a person made it. It holds for every list of configs that has the config.
     """
@@ -149,6 +150,7 @@ class Binary:
     #: Two of one digest do the same on the same grid. Empty for one that needs too much shared
     #: memory: it was not compiled to the end.
     digest: str = ""
+    compile_s: float = 0.0  # how long the compiler took; 0 if it did not compile it to the end now
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,13 +81,15 @@ def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Bi
     if found := cached_binary(jit, spec, most_shared):
         return found
     source, entry, _ = _entry(jit, spec)
+    began = time.perf_counter()
     try:
         with _within(most_shared if target.backend == "cuda" else 0):
             compiled = triton_compile(source, target=target, options=options)
     except OutOfResources as error:
         entry.put(str(error.required), _SHARED_BYTES, binary=False)
         return Binary(error.required)
-    return cached_binary(jit, spec) or Binary(int(compiled.metadata.shared))
+    binary = cached_binary(jit, spec) or Binary(int(compiled.metadata.shared))
+    return replace(binary, compile_s=time.perf_counter() - began)
 
 
 def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:

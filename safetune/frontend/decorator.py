@@ -49,7 +49,8 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
         isolation: `worker` (one measuring process until a config breaks it), `config` (a new
             process for every config), or `inline` (in this process and without the store, like
             triton.autotune).
-        compile_timeout_s, run_timeout_s: seconds for one config.
+        compile_timeout_s, run_timeout_s: seconds for one config. A launch that tunes may give up
+            a compile earlier, if most take far less.
         scratch: names of arguments that are not results, such as partial sums per program;
             configs may leave different values in them.
         reference: a function that returns the right values of the written arguments, by name. It

@@ -2,7 +2,8 @@
 
 Each child has one job running and one queued, so it does not idle while the parent measures. If a
 child dies or exceeds its deadline, the config that it was compiling fails, and another child takes
-over its queued job. An idle child is kept for a short time, for the next tuning.
+over its queued job. The caller may let the pool give up a config that compiles for much longer than
+the others: it ends without a result. An idle child is kept for a short time, for the next tuning.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import re
 import select
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,6 +30,11 @@ _PURPOSE = "compiles"
 
 #: The most unanswered jobs of a child.
 _DEPTH = 2
+#: A compile is given up after this many times the median: in 44 tunings on an H200 every config
+#: that took as long was at least 1.5 times as slow as the best one.
+_SLOW = 3.0
+#: None is given up before. A start of a child or a busy core delays short compiles by as much.
+_LEAST_S = 2.0
 #: A job larger than this is not put behind another: the pipe might not take it.
 _QUEUED_BYTES = 1 << 15
 
@@ -53,7 +60,7 @@ class _Slot:
 
     child: Child
     used: bool  # by an earlier tuning
-    deadline: float
+    begun: float  # when its job at work was
     jobs: deque[int | None]
 
 
@@ -77,6 +84,8 @@ class CompilePool:
             the measuring child to have its own.
         memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
+        may_give_up: whether a config may end without a result, once half of the configs that
+            compile to the end have, and it takes more than `slow` times their median and `least_s`.
     """
 
     def __init__(
@@ -86,6 +95,9 @@ class CompilePool:
         size: int | None = None,
         memory_bytes: int = 0,
         most_shared: int = 0,
+        may_give_up: Callable[[int], bool] = lambda config: False,
+        slow: float = _SLOW,
+        least_s: float = _LEAST_S,
     ) -> None:
         cpus = usable_cpus()
         self._kernel = kernel
@@ -93,10 +105,16 @@ class CompilePool:
         self._size = size or (cpus - 1 if cpus >= 4 else cpus)
         self._memory_bytes = memory_bytes
         self._most_shared = most_shared
+        self._may_give_up = may_give_up
+        self._slow = slow
+        self._least_s = least_s
+        #: Of each config that was compiled to the end: one that fails ends early, as does one that
+        #: needs too much shared memory, and they say nothing of the others.
+        self._took_s: list[float] = []
         self._specs: dict[int, bytes] = {}
         self._waiting: deque[int] = deque()
         self._unfinished: set[int] = set()  # the configs without a result
-        self._done: list[Compiled] = []  # results that no one has asked for yet
+        self._done: deque[Compiled] = deque()  # results that no one has asked for yet
         self._slots: dict[int, _Slot] = {}
         self._killed: set[int] = set()
         self._launcher = True
@@ -118,12 +136,14 @@ class CompilePool:
         self._fill()
 
     def results(self) -> Iterator[Compiled]:
-        """Yield each config's result as it is done, in no particular order; raises as `add`."""
+        """Yield each config's result as it is done, in no particular order; raises as `add`.
+
+        A config that is given up has none.
+        """
         while self._unfinished or self._done:
-            if not self._done:
-                self.work(protocol.SIGNAL_S)
-            done, self._done = self._done, []
-            yield from done
+            self.work(0.0 if self._done else protocol.SIGNAL_S)
+            if self._done:
+                yield self._done.popleft()
 
     def work(self, wait_s: float = 0.0) -> None:
         """Keep the children busy, and wait at most this long for one; raises as `add`."""
@@ -148,7 +168,7 @@ class CompilePool:
             child = kept or Child(True, forks=plain_server, started=False, modules=(COMPILER,))
         child.send(start_job(True, self._memory_bytes, kernel))
         jobs: deque[int | None] = deque([None] * child.unanswered)
-        slot = _Slot(child, kept is not None, time.monotonic() + START_S, jobs)
+        slot = _Slot(child, kept is not None, time.monotonic(), jobs)
         self._slots[child.pipe.fileno()] = slot
         self._give(slot)
 
@@ -161,44 +181,56 @@ class CompilePool:
     def _give(self, slot: _Slot) -> None:
         config = self._waiting.popleft()
         if not slot.jobs:
-            slot.deadline = time.monotonic() + self._timeout_s
+            slot.begun = time.monotonic()
         slot.jobs.append(config)
         first, self._launcher = self._launcher, False
         job = Compile(self._specs[config], self._most_shared, launcher=first)
         slot.child.send(job, timeout_s=self._timeout_s)
 
-    def _collect(self, wait_s: float) -> bool:
-        """Take the answers that are there, or that come; return whether there was one."""
+    def _limit_s(self, config: int | None) -> float:
+        """Return how long a job may take by now."""
+        if config is None:
+            return START_S
+        if len(self._took_s) < len(self._unfinished) or not self._may_give_up(config):
+            return self._timeout_s
+        slow_s = self._slow * statistics.median(self._took_s)
+        return min(self._timeout_s, max(self._least_s, slow_s))
+
+    def _collect(self, wait_s: float) -> None:
+        """Take the answers that are there, or that come."""
         if not self._slots:
-            return False
+            return
         poll = select.poll()
         for fd in self._slots:
             poll.register(fd, select.POLLIN)
-        soonest = min(slot.deadline for slot in self._slots.values())
-        wait_s = min(max(0.0, soonest - time.monotonic()), wait_s)
+        ends = {fd: slot.begun + self._limit_s(slot.jobs[0]) for fd, slot in self._slots.items()}
+        wait_s = min(max(0.0, min(ends.values()) - time.monotonic()), wait_s)
         ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
         for slot in self._slots.values():
             slot.child.cut_output()
         now = time.monotonic()
-        due = [fd for fd, slot in self._slots.items() if fd in ready or slot.deadline <= now]
-        found = [compiled for fd in due if (compiled := self._advance(fd)) is not None]
+        due = [fd for fd, deadline in ends.items() if fd in ready or deadline <= now]
+        found = [compiled for fd in due if (compiled := self._advance(fd, ends[fd])) is not None]
         self._done += found
         self._unfinished.difference_update(compiled.config for compiled in found)
-        return bool(due)
 
-    def _advance(self, fd: int) -> Compiled | None:
+    def _advance(self, fd: int, deadline: float) -> Compiled | None:
         """Read one answer, or find that no answer came; return the result of its config, if any."""
         slot = self._slots[fd]
         config = slot.jobs.popleft()
-        alive = True
+        alive, given_up = True, False
         try:
-            answer, _ = slot.child.answer(max(0.001, slot.deadline - time.monotonic()))
+            answer, _ = slot.child.answer(max(0.001, deadline - time.monotonic()))
         except ChildFailed as failure:
             answer, alive = Answer(failure.outcome), False
+            late = failure.outcome.verdict is Verdict.TIMEOUT
+            given_up = late and config is not None and deadline < slot.begun + self._timeout_s
         outcome = self._outcome(answer.outcome)
+        if answer.binary is not None and answer.binary.compile_s:
+            self._took_s.append(answer.binary.compile_s)
         # The memory that it still holds would be missing for the next config.
         alive = alive and outcome.detail != "memory"
-        slot.deadline = time.monotonic() + self._timeout_s
+        slot.begun = time.monotonic()
         if alive:
             self._feed(slot)
         else:
@@ -211,7 +243,9 @@ class CompilePool:
                 idle.keep(_PURPOSE, slot.child, most=usable_cpus())
             else:
                 slot.child.kill()
-        if config is not None and outcome.killed and config not in self._killed:
+        if config is not None and given_up:
+            self._unfinished.discard(config)
+        elif config is not None and outcome.killed and config not in self._killed:
             self._killed.add(config)  # perhaps from outside: once more, after the others
             self._waiting.append(config)
         elif config is not None:

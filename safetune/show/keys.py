@@ -135,6 +135,8 @@ def _choice_facts(entry: Entry, rows: Sequence[Row]) -> Iterator[tuple[str, str]
     for final in (row.outcome.final for row in rows if row.chosen):
         if final is not None:
             yield "final", f"{duration(final.median_ms)} a launch, as replays of a CUDA graph"
+    among = Mark.SEARCHED.reason_in(choice.marks)
+    yield "searched", f"among {among}" * bool(among)
     yield "same bits", Mark.SAME_BITS.reason_in(choice.marks)
     yield "disputed", choice.dispute
     yield "contended", Mark.CONTENDED.reason_in(choice.marks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
 from safetune import forks, triton_internals
@@ -156,17 +158,27 @@ class LaunchBench:
             self._child.replace()
         self._exit.close()
 
-    def compiled(self, configs: Sequence[int], timeout_s: float) -> Iterator[Ready]:
-        """Yield each config once it can be launched, or is known to fail."""
+    def compiled(
+        self,
+        configs: Sequence[int],
+        timeout_s: float,
+        may_give_up: Callable[[int], bool] = lambda config: False,
+    ) -> Iterator[Ready]:
+        """Yield each config once it can be launched, or is known to fail.
+
+        One that `CompilePool` may give up, and does, is not among them.
+        """
         firsts: dict[Any, int] = {}
-        for result in self._results(configs, timeout_s):
+        for result in self._results(configs, timeout_s, may_give_up):
             failure = self._failure(result)
             launch = None if failure else self._launch_of(result)
             first = result.config if launch is None else firsts.setdefault(launch, result.config)
             same = None if first == result.config else first
             yield Ready(result.config, failure and failure.with_marks(self._marks), same)
 
-    def _results(self, configs: Sequence[int], timeout_s: float) -> Iterator[Compiled]:
+    def _results(
+        self, configs: Sequence[int], timeout_s: float, may_give_up: Callable[[int], bool]
+    ) -> Iterator[Compiled]:
         """Yield each config with what came of compiling it, if it was to be compiled."""
         for index in configs:
             if index in self._failures:
@@ -180,9 +192,11 @@ class LaunchBench:
         jit, _ = base_function(self._request.call.kernel)
         kernel = functools.cache(functools.partial(compile_spec.pack_for_compiler, jit))
         limits = (timeout_s, None, memory_bytes, self._request.most_shared)
-        pool = CompilePool(kernel, *limits)
+        pool = CompilePool(kernel, *limits, may_give_up)
         self._exit.push(pool)
-        yield from self._resolved(alive, pool)
+        # Those take longest, so that none of them is to begin when the others have ended.
+        largest_first = sorted(alive, key=lambda i: _tile(self._request.configs[i]), reverse=True)
+        yield from self._resolved(largest_first, pool)
         results = pool.results()
         while True:
             with self.phases("compile"):
@@ -307,6 +321,11 @@ class LaunchBench:
         with contextlib.suppress(TorchNeeded), self.phases(phase):
             return ask()
         return self._asked(phase, ask)
+
+
+def _tile(config: Config) -> int:
+    """Return how large the tile of a config is: the product of its integers above 1."""
+    return math.prod(n for n in config.kwargs.values() if type(n) is int and n > 1)
 
 
 def pack_call(request: TuningRequest, tensors: kernel_pickle.TensorTable | None = None) -> bytes:

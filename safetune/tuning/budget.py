@@ -42,6 +42,7 @@ def batches(
     from safetune.tuning.neighbours import history_of
 
     start, before = time.perf_counter(), len(outcomes)
+    asked = set[int]()  # one that compiles for too long gets no outcome
     if request.same_bits:  # the others are compared with the first one that works
         for config in range(len(request.configs)):
             if config not in outcomes:
@@ -51,7 +52,8 @@ def batches(
     with phases("search"):
         search = Search(history_of(request, store), _proposer(request, notes))
     while True:
-        times = {i: o.timing.median_ms if o.ok and o.timing else None for i, o in outcomes.items()}
+        known = {i: o.timing.median_ms if o.ok and o.timing else None for i, o in outcomes.items()}
+        times = known | dict.fromkeys(asked - known.keys())
         elapsed_s = time.perf_counter() - start
         remaining = budget.remaining(len(times), len(times) - before, elapsed_s)
         works = any(time_ms is not None for time_ms in times.values())
@@ -61,7 +63,9 @@ def batches(
             batch = search.ask(times, remaining if remaining > 0 else BATCH)
         if not batch:
             return
-        yield batch if budget.configs is not None else batch[:BATCH]  # then the time is looked at
+        batch = batch if budget.configs is not None else batch[:BATCH]  # then the time is looked at
+        asked.update(batch)
+        yield batch
 
 
 def _proposer(request: TuningRequest, notes: list[str]) -> Proposer:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from safetune.tuning.search import Proposer
 
 
+#: The most configs that a mark names.
+_NAMED = 3
+
 #: What a config has at least to answer, however many have hung.
 _LEAST_S = 1.0
 
@@ -544,15 +547,23 @@ def _unsettled(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def marks_of_choice(outcome: Outcome, tried: int, every: int) -> tuple[str, ...]:
-    """Return what users must know of a choice with this outcome, made among those `tried`."""
+def marks_of_choice(
+    outcome: Outcome, tried: int, every: int, given_up: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what users must know of a choice with this outcome, made among those `tried`.
+
+    Args:
+        given_up: the configs that compiled for too long.
+    """
     dispute = Mark.DISPUTED.reason_in(outcome.marks)
     marks = [Mark.DISPUTED.of(dispute)] if dispute else []
     marks += [BUSY] * (BUSY in outcome.marks)
     if outcome.marked(Mark.NOT_REPEATABLE):
         marks.append(Mark.NOT_REPEATABLE.of(Mark.NOT_REPEATABLE.reason_in(outcome.marks)))
     if tried < every:
-        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs"))
+        named = [*given_up[:_NAMED], *["..."] * (len(given_up) > _NAMED)]
+        slow = f"; given up while compiling: {'; '.join(named)}" if named else ""
+        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{slow}"))
     return tuple(marks)
 
 

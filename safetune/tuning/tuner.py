@@ -145,6 +145,7 @@ class _Tuning:
     #: The first time of each of them that had one, in milliseconds, whatever became of it.
     screened: dict[int, float] = field(default_factory=dict)
     contenders: set[int] = field(default_factory=set)  # those that its final leaves, see `race`
+    given_up: list[int] = field(default_factory=list)  # those that compiled for too long
     #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
     ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
@@ -383,7 +384,13 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
     times = [outcome.times().get(tuning.name) for outcome in tuning.working().values()]
     best_ms = min((time for time in times if time is not None), default=None)
     last: int | None = None
-    for config, failure, same in bench.compiled(configs, timeout_s):
+
+    def may_give_up(config: int) -> bool:
+        """Not the one that Triton would launch untuned, and none before another one works."""
+        every = tuning.request.goes_on or tuning.request.same_bits
+        return not every and config > 0 and best_ms is not None
+
+    for config, failure, same in bench.compiled(configs, timeout_s, may_give_up):
         tuning.announce(config, "screen")
         if failure is not None:
             tuning.settle(config, failure)
@@ -407,6 +414,7 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
         last = config
         if outcome.timing is not None:
             best_ms = min(outcome.timing.median_ms, best_ms or math.inf)
+    tuning.given_up.extend(config for config in configs if config not in tuning.outcomes)
     if last is not None and tuning.store.outlives_machine:  # it is not suspect in the final
         tuning.keep({last: tuning.outcomes[last]}, durable=True)
 
@@ -671,7 +679,9 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     outcome = tuning.outcomes[best]
     timing, before = outcome.timing, tuning.standing
     assert timing is not None
-    marks = requests.marks_of_choice(outcome, len(tuning.outcomes), len(tuning.digests))
+    given_up = [config_text(tuning.request.configs[config]) for config in tuning.given_up]
+    every = len(tuning.digests)
+    marks = requests.marks_of_choice(outcome, len(tuning.outcomes), every, given_up)
     if tuning.request.same_bits:
         marks += tuple(mark for mark in outcome.marks if mark.startswith(Mark.SAME_BITS.value))
     raced_again = before is not None and BUSY in before.marks

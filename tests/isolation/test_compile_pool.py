@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +305,47 @@ def test_a_compiler_that_never_ends(pool: Pool) -> None:
     }
     assert results[0].outcome.message == "not compiled within 5 s"
     assert ended(*pool.pids(), pool.grandchild)
+
+
+class TestGivingUp:
+    """A compile that takes far longer than most ends without a result, where the caller says so."""
+
+    @staticmethod
+    def options(*configs: int, **others: Any) -> dict[str, Any]:
+        return {"may_give_up": set(configs).__contains__, "least_s": 0.0, **others}
+
+    def test_it_is_begun_once_and_the_job_behind_it_is_done(self, pool: Pool) -> None:
+        kinds = {0: "ok", 1: "ok", 2: "hang", 3: "ok"}
+        found = list(pool.start(kinds, size=1, **self.options(2)))
+        assert [(each.config, each.outcome.label) for each in found] == [
+            *((0, "ok"), (1, "ok"), (3, "ok")),
+        ]
+        begun = [number for _, number, _ in pool.seen() if number != 2]
+        assert begun == [0, 1, 3]
+        assert len(pool.seen()) <= 4, "not tried again"
+        assert ended(*pool.pids())
+
+    @pytest.mark.parametrize(
+        ("hanging", "working", "others"),
+        [
+            pytest.param((0, 2), (1,), {}, id="most are still compiling"),
+            pytest.param((0,), (1, 2), {"may_give_up": lambda config: False}, id="forbidden"),
+            pytest.param((0,), (1, 2), {"least_s": 1000.0}, id="the timeout is shorter"),
+        ],
+    )
+    def test_it_has_its_whole_time(
+        self, pool: Pool, hanging: Sequence[int], working: Sequence[int], others: dict[str, Any]
+    ) -> None:
+        kinds = {n: "hang" if n in hanging else "ok" for n in range(3)}
+        results = pool.run(kinds, timeout_s=5.0, **self.options(0, **others))
+        assert all(results[n].outcome.label == "compile_timeout" for n in hanging)
+        assert all(results[n].outcome.ok for n in working)
+
+    def test_what_fails_or_is_in_the_disk_cache_is_no_measure(self, pool: Pool) -> None:
+        pool.run(dict.fromkeys((2, 3), "ok"))
+        kinds = {0: "hang", 1: "raise", 2: "ok", 3: "ok"}
+        results = pool.run(kinds, timeout_s=5.0, **self.options(0))
+        assert results[0].outcome.label == "compile_timeout"
 
 
 def test_children_see_no_gpu(pool: Pool) -> None:

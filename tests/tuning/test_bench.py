@@ -150,15 +150,15 @@ def test_what_is_in_the_disk_cache_is_given_to_no_compile_child(
     """What cannot fit is known from there, too, though it has not been compiled to the end."""
     with bench() as made:
         first = failures(made)
-    assert given.configs == [0, 1]
+    assert given.configs == [1, 0]
     assert len(given.files(".cubin")) == 1, "LLVM and the assembler have seen the small one alone"
     with bench() as made:
         assert failures(made) == first
-    assert given.configs == [0, 1]
+    assert given.configs == [1, 0]
     assert given.packed == 1, "nor is the kernel packed for one"
     with bench(shared=200_000) as made:
         assert failures(made) == {0: None, 1: None}
-    assert given.configs == [0, 1, 1], "on a device with more it is compiled"
+    assert given.configs == [1, 0, 1], "on a device with more it is compiled"
     assert len(given.files(".cubin")) == 2
 
 
@@ -169,7 +169,7 @@ def test_the_shared_memory_that_is_known_early_is_that_of_the_binary(
     needs = []
     for shared in (20_000, 0):
         with bench(configs=SMALL_AND_LARGE[1:], shared=shared) as made:
-            (found,) = made._results([0], 60.0)
+            (found,) = made._results([0], 60.0, lambda config: False)
             needs.append(found.binary.shared_bytes)
     assert needs[0] == needs[1] > 20_000
 
@@ -177,6 +177,40 @@ def test_the_shared_memory_that_is_known_early_is_that_of_the_binary(
 def unread(x, y, out, BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE=16):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + offset, tl.load(x + offset) + tl.load(y + offset) + SIZE)
+
+
+def test_the_largest_tiles_are_compiled_first(bench: Callable[..., Any], given: Given) -> None:
+    """By the product of the integers among a config's names; in declared order if that is equal."""
+    names = [
+        *({"BLOCK": 16, "GROUP": 8}, {"BLOCK": 64, "GROUP": 0}, {"BLOCK": 128, "GROUP": 1}),
+        *({"BLOCK": 32, "GROUP": True}, {"BLOCK": 32, "GROUP": 8}, {"BLOCK": 32, "GROUP": "a"}),
+    ]
+    configs = [triton.Config(kwargs, num_warps=8 >> i) for i, kwargs in enumerate(names[:4])]
+    configs += [triton.Config(kwargs, num_warps=1) for kwargs in names[4:]]
+    with bench(unread, configs) as made:
+        assert sorted(ready.config for ready in made.compiled(range(6), 60.0)) == [*range(6)]
+    assert given.configs == [4, 0, 2, 1, 3, 5]
+
+
+@triton.constexpr_function
+def never(block):
+    while block == 16:
+        pass
+    return block
+
+
+def endless(x, y, out, BLOCK: tl.constexpr):
+    SIZE: tl.constexpr = never(BLOCK)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offset, tl.load(x + offset) + tl.load(y + offset) + SIZE)
+
+
+def test_a_config_that_compiles_for_too_long_is_left_out(bench: Callable[..., Any]) -> None:
+    configs = [triton.Config({"BLOCK": block}) for block in (16, 32, 64)]
+    with bench(endless, configs) as made:
+        found = list(made.compiled(range(3), 60.0, lambda config: config == 0))
+    assert sorted(each.config for each in found) == [1, 2]
+    assert [each.failure for each in found] == [None, None]
 
 
 @pytest.mark.parametrize(
