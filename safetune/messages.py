@@ -91,7 +91,7 @@ def _frame_of_the_program() -> FrameType | None:
 
 
 def prefix() -> str:
-    """Return the beginning of each text for the user."""
+    """Return the prefix of every message to the user, with this process's rank if it has one."""
     rank = _of_launcher("rank")
     return "safetune: " if rank is None else f"safetune [rank {rank}]: "
 

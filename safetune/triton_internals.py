@@ -398,7 +398,7 @@ def replace_tuner_methods(run: Function, bench: Function) -> None:
 
 
 def knobs_set_in_code() -> dict[str, dict[str, Any]]:
-    """Return Triton's knobs that were set in code, by group; others follow the environment."""
+    """Return the Triton knobs set in code, by group; the others follow environment variables."""
     from triton import knobs
 
     groups: dict[str, dict[str, Any]] = {}

@@ -196,7 +196,7 @@ def binary_name(jit: Any, device: Any, kernel: Any) -> Any | None:
 
 
 def set_by_run(jit: Any) -> bool:
-    """Whether a parameter has the name of an option that Triton's `run` sets itself."""
+    """Whether a parameter of the kernel is named like an option that Triton's `run` sets."""
     code = getattr(type(jit).run, "__code__", None)
     return code is None or not {*jit.arg_names}.isdisjoint(code.co_consts)
 

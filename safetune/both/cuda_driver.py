@@ -112,7 +112,9 @@ def described_elsewhere(index: int) -> Description:
     try:
         done = elsewhere.ask(elsewhere.python(_DESCRIBE, str(index)), _DESCRIBE_S)
     except OSError as error:
-        raise BackendError(f"no process could be asked about device {index}: {error}") from error
+        raise BackendError(
+            f"could not start a process to describe device {index}: {error}"
+        ) from error
     if done.returncode:
         raise BackendError((done.stderr.strip() or str(done.returncode)).splitlines()[-1])
     return Description(*json.loads(done.stdout))

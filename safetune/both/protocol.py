@@ -310,7 +310,7 @@ def receive(
 
     header_size, blob_size = _PREFIX.unpack(read(_PREFIX.size))
     if header_size > _MAX_HEADER or blob_size > most_bytes:
-        raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes was announced")
+        raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes is too large")
     text = read(header_size)
     try:
         header = json.loads(text)

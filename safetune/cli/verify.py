@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import multiprocessing
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from rich.console import Console
@@ -21,8 +24,13 @@ from safetune.errors import SafetuneError, TargetError
 from safetune.show.tables import Block, Table, heading
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from safetune.offline.tasks import OfflineKernel, Task
     from safetune.verify.report import OverlapReport
+
+#: A report, or the reason for none.
+Checked = tuple["OverlapReport | None", str]
 
 #: A launch of this size takes seconds in the interpreter.
 MAX_ELEMENTS = 1 << 22
@@ -126,7 +134,8 @@ def _checked(task: Task) -> Iterator[tuple[str, OverlapReport | None, str]]:
             report = known[seen]
             yield config_text(config), replace(report, config=config_text(config)), ""
             continue
-        found = check(config=config, **options)
+        one = functools.partial(check, config=config, **options)
+        found = _in_fork(one) if config.pre_hook is not None else one()
         if seen and not found[1]:
             known[seen] = found[0]
         yield config_text(config), *found
@@ -143,6 +152,29 @@ def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[
         return None, describe(error)
     except (Exception, SystemExit) as error:
         return None, typed(error) + location_of(error)
+
+
+def _in_fork(check: Callable[[], Checked]) -> Checked:
+    """Return what `check` returns, or the end of its process: a config's hook may crash."""
+    from safetune.isolation.child_handle import exit_text
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(check, sender))
+    process.start()
+    sender.close()
+    with receiver, contextlib.suppress(EOFError):
+        return cast("Checked", receiver.recv())
+    process.join()
+    return None, f"its process ended with {exit_text(process.exitcode or 0)}"
+
+
+def _answer(check: Callable[[], Checked], sender: Connection) -> None:
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no second traceback
+    torch.set_num_threads(1)  # torch's threads did not survive the fork
+    sender.send(check())
 
 
 def _blocks(

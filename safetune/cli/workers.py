@@ -242,10 +242,9 @@ class LocalWorker:
         echo(f"{self.name}: {line.rstrip()}", err=True)
 
     def _ending(self) -> DroppedOut:
-        code = self._process.wait()
-        if code >= 0:
-            return DroppedOut(f"its process ended with exit code {code}")
-        return DroppedOut(f"its process was ended by {signal.Signals(-code).name}")
+        from safetune.isolation.child_handle import exit_text
+
+        return DroppedOut(f"its process ended with {exit_text(self._process.wait())}")
 
 
 def tune_on(

@@ -22,7 +22,7 @@ def is_traced(value: Any) -> bool:
 
 
 def has_data(value: Any) -> bool:
-    """Whether an array has contents."""
+    """Whether an array has data, unlike a meta tensor, a traced array or a bare shape."""
     if hasattr(value, "untyped_storage"):
         return value.device.type != "meta"
     return not is_traced(value) and hasattr(value, "__array__")

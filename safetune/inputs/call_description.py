@@ -252,7 +252,7 @@ def _at(place: str, main: dict[str, Any]) -> Any:
         for name in rest:
             found = vars(found)[name]
     except (KeyError, TypeError):
-        raise LookupError(f"{place} is not there") from None
+        raise LookupError(f"{place} is no longer defined") from None
     return found
 
 

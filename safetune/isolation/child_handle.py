@@ -263,10 +263,12 @@ class Child:
 
 
 def describe_exit(status: int | None) -> str:
-    """Return a wait status in words: `SIGSEGV`, `exit code 3`."""
-    if status is None:
-        return "unknown"
-    code = os.waitstatus_to_exitcode(status)
+    """Return a wait status in words; `unknown` if there is none."""
+    return "unknown" if status is None else exit_text(os.waitstatus_to_exitcode(status))
+
+
+def exit_text(code: int) -> str:
+    """Return an exit code, below 0 for a signal, in words: `SIGSEGV`, `exit code 3`."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -1,10 +1,9 @@
 """Compiles configs on all usable cores, in children that see no GPU.
 
-Each child has one job at work and one waiting, so that it does not idle while the parent is busy
-measuring. Where a child dies or overruns its deadline, the config that it was compiling fails, and
-another child takes over the job that was waiting. The caller may let the pool give up a config that
-compiles for much longer than the others: it ends without a result. A child without jobs is kept for
-the next tuning for a short time.
+Each child has one job running and one queued, so it does not idle while the parent measures. If a
+child dies or exceeds its deadline, the config that it was compiling fails, and another child takes
+over its queued job. The caller may let the pool give up a config that compiles for much longer than
+the others: it ends without a result. An idle child is kept for a short time, for the next tuning.
 """
 
 from __future__ import annotations

@@ -271,10 +271,10 @@ class CapturedMiss:
         return None if state is None else state.decision()
 
     def warn_outdated(self, choice: Config) -> None:
-        """Log that the graph keeps its config although the key has another choice now."""
+        """Log that the graph still launches its config although the key has another choice now."""
         logger.warning(
-            "%s now has a choice for %s, %s; graph %r was captured with %s and keeps that "
-            "config: capture it again",
+            "%s now has a choice for %s: %s; graph %r was captured with %s, which it still "
+            "launches: capture it again",
             self.kernel,
             self.key,
             config_text(choice),

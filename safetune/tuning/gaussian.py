@@ -54,7 +54,7 @@ class GaussianProcess:
         self._of_neighbours: tuple[Any, Floats | None] | None = None
 
     def propose(self, history: History, remaining: int) -> Sequence[Config]:
-        """Return the configs with the least predicted time that were not tried."""
+        """Return the untried configs with the lowest predicted times; at first, random ones."""
         configs = history.configs
         indexes = {id(config): index for index, config in enumerate(configs)}
         tried = {indexes[id(trial.config)]: trial.time_ms for trial in history.trials}

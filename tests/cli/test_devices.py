@@ -334,7 +334,7 @@ class TestDevices:
         assert (tmp_path / "killed").exists()
         assert sorted(choices(data)) == SHAPES
         assert all(tuning["choice"] for tuning in data["tunings"])
-        assert "drops out: its process was ended by SIGKILL; the others take its work" in errors
+        assert "drops out: its process ended with SIGKILL; the others take its work" in errors
         # A config that was timed before its process died counts, and one under way is begun again.
         assert sum(tuning["measured"] for tuning in data["tunings"]) in (7, 8)
 

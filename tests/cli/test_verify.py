@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,18 @@ class TestNotChecked:
         assert f"    OSError: broken prune ({unchecked}:16)" in lines
         row = next(line for line in lines if line.startswith("all configs "))
         assert row.split() == ["all", "configs", "not", "checked"]
+
+    def test_a_hook_that_crashes(self, targets: Path) -> None:
+        """It ended the command with SIGSEGV."""
+        words = ["-m", "safetune", "verify", f"{targets / 'faulty.py'}:hopeless", "--json"]
+        result = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, check=False
+        )
+
+        assert result.returncode == 1, result.stderr
+        _, crashed = json.loads(result.stdout)["launches"]
+        assert crashed["config"].startswith("BLOCK=64")
+        assert crashed["error"] == "its process ended with SIGSEGV"
 
 
 class TestOutputs:

@@ -230,7 +230,7 @@ FAULTS = {
     "hang": Fault(hang, "timeout", message="5 s", stderr="going round"),
     "hang with the GIL": Fault(hang_with_the_gil, "timeout", message="5 s"),
     "stop": Fault(stop_itself, "timeout", message="5 s"),
-    "garbage": Fault(write_garbage, "protocol_error", message="bytes was announced"),
+    "garbage": Fault(write_garbage, "protocol_error", message="bytes is too large"),
     "text in the pipe": Fault(write_text, "protocol_error"),
     "no object": Fault(answer_no_object, "protocol_error", message="not a JSON object"),
     "nonsense": Fault(answer_nonsense, "protocol_error", message="splendid"),

@@ -17,7 +17,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def gpus() -> Iterator[Check]:
-    """The driver and each GPU: its compute mode, MPS and MIG."""
+    """Check the driver, and each GPU for its compute mode, MPS and MIG."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         yield check("GPU", "TRITON_INTERPRET=1 is set", warn="unset it to use the GPU")
     try:

@@ -36,7 +36,7 @@ _MEMORY = 4 << 30
 
 
 def versions() -> Iterator[Check]:
-    """Python, torch and Triton, against the supported versions."""
+    """Check the versions of Python, torch and Triton."""
     is_linux = sys.platform == "linux"
     system = f"Linux {platform.release()}" if is_linux else sys.platform
     own = f"{version_of('safetune')}, Python {platform.python_version()}, {system}"
@@ -55,7 +55,7 @@ def versions() -> Iterator[Check]:
 
 
 def limits() -> Iterator[Check]:
-    """CPUs, memory, open files, processes, shared memory, and calls that containers forbid."""
+    """Check CPUs, memory, the limits of this process, and system calls that containers forbid."""
     from safetune.isolation.compile_pool import usable_cpus
 
     cpus = usable_cpus()
@@ -91,7 +91,7 @@ def _shared_memory(directory: Path) -> Check:
 
 
 def _calls() -> Check:
-    """System calls that older kernels lack, or a container's seccomp profile may forbid."""
+    """Check system calls that older kernels lack or a container's seccomp profile may forbid."""
     try:
         os.close(os.memfd_create("safetune-doctor", os.MFD_CLOEXEC))
         os.close(os.pidfd_open(os.getpid()))

@@ -361,12 +361,12 @@ class Store:
     def _checked(
         self, connection: sqlite3.Connection, table: Table, statement: str, *wanted: Scalar
     ) -> list[Any]:
-        """What `_fetch` returns; raises `Damaged` where an index leads to the wrong rows."""
+        """Return what `_fetch` returns; raises `Damaged` if an index points to the wrong rows."""
         found = self._fetch(connection, table, statement, *wanted)
         for record in found:
             other = table is CHOICE and len(wanted) > 1 and record.declared != wanted[1]
             if other or record.key != wanted[0]:
-                raise Damaged("an index leads to the wrong rows")
+                raise Damaged("an index points to the wrong rows")
         return found
 
     def _report_corrupt(

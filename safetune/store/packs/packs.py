@@ -258,7 +258,7 @@ def _unknown(objects: Iterable[Mapping[str, Any]], kind: type[Struct]) -> dict[s
         for name, value in schema.unknown_fields(data, kind).items():
             if encoding.dumps(found.setdefault(name, value)) != encoding.dumps(value):
                 raise PackError(
-                    f"two packs of a newer safetune differ in {name!r}: merge with that"
+                    f"two packs of a newer safetune differ in {name!r}: merge with that version"
                 )
     return dict(sorted(found.items()))
 
