@@ -281,6 +281,7 @@ class IdleChildren:
     """Released children by purpose; safe to use from several threads."""
 
     def __init__(self) -> None:
+        self.kept_s = IDLE_EXIT_S - _IDLE_MARGIN_S
         self._lock = forks.lock()
         self._kept: dict[str, list[tuple[Child, float]]] = {}
         forks.register("child processes", after_in_child=self._forget, at_exit=self.drop)
@@ -289,7 +290,7 @@ class IdleChildren:
         """Keep a released child until shortly before it exits; beyond `most`, kill the oldest."""
         with self._lock:
             kept = self._kept.setdefault(purpose, [])
-            kept.append((child, time.monotonic() + IDLE_EXIT_S - _IDLE_MARGIN_S))
+            kept.append((child, time.monotonic() + self.kept_s))
             oldest = kept.pop(0)[0] if len(kept) > most else None
         if oldest is not None:
             oldest.kill()

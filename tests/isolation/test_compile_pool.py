@@ -524,7 +524,7 @@ class TestIdleChildren:
         self, pool: Pool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One that ends between its next job and the answer would count as a crash."""
-        monkeypatch.setattr(child_handle, "IDLE_EXIT_S", child_handle._IDLE_MARGIN_S)
+        monkeypatch.setattr(child_handle.idle, "kept_s", 0.0)
         pool.run({0: "ok"})
         pool.run({1: "ok"})
         assert len(pool.pids()) == 2

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safetune.config import config_text
-from safetune.kernels import configs as kernel_configs
 from safetune.kernels.configs import (
     BACKWARD_CONFIGS,
     FINALIZE_CONFIGS,
@@ -394,9 +393,7 @@ def test_configs_are_those_for_the_current_device(
     driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
     monkeypatch.setattr(triton.runtime, "driver", driver)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    uncached = kernel_configs._has_fast_memory.__wrapped__
-    monkeypatch.setattr(kernel_configs, "_has_fast_memory", uncached)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: clock_khz)  # a device of its own
     assert prune_backward_configs(BACKWARD_CONFIGS, {}, **keys) == (fast if is_fast else slow)
     narrow, wide = (forward_configs(FORWARD_CONFIGS, 512, memory) for memory in (False, True))
     assert prune_configs(FORWARD_CONFIGS, {}, COLUMNS=512) == (wide if is_fast else narrow)

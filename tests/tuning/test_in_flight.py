@@ -72,9 +72,10 @@ def boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     boots = iter(range(1_000))
 
-    def start() -> None:
+    def start(named: bool = True) -> None:
         name = tmp_path / f"boot-{next(boots)}"
-        name.write_text(f"{name.name}\n")
+        if named:
+            name.write_text(f"{name.name}\n")
         monkeypatch.setattr(in_flight, "BOOT_ID", name)
 
     start()
@@ -195,13 +196,11 @@ class TestTheMachineGoesDown:
         store.put_trial(replace(second, flight="another boot", created=1e300))
         assert tuned.plan(store).left == [0, 1]
 
-    def test_a_boot_that_has_no_name_says_nothing(
-        self, boot: Any, copying: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_boot_that_has_no_name_says_nothing(self, boot: Any, copying: Any) -> None:
         """As in a sandbox that hides /proc/sys: a config of this boot counted as died."""
         tuned = copying(2)
         tune(request_of(tuned.kernel), open_store())
-        monkeypatch.setattr(in_flight, "BOOT_ID", tmp_path / "no such file")
+        boot(named=False)
         assert tuned.plan(Store.open(tuned.copies / "1")).left == [1]
 
     def test_every_config_may_have_been_in_flight(self, boot: Any, copying: Any) -> None:
