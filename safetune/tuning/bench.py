@@ -325,7 +325,7 @@ class LaunchBench:
 
 def _tile(config: Config) -> int:
     """Return how large the tile of a config is: the product of its integers above 1."""
-    return math.prod(n for n in config.kwargs.values() if type(n) is int and n > 1)
+    return math.prod(n for n in config.kwargs.values() if isinstance(n, int) and n > 1)
 
 
 def pack_call(request: TuningRequest, tensors: kernel_pickle.TensorTable | None = None) -> bytes:

@@ -56,7 +56,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def compiled(self, configs: Sequence[int], timeout_s: float) -> Iterator[Ready]:
+    def compiled(self, configs: Sequence[int], timeout_s: float, *_: object) -> Iterator[Ready]:
         for config in sorted(configs, key=lambda config: (config in self._same, -config)):
             yield Ready(config, same=self._same.get(config))
 
