@@ -87,7 +87,7 @@ class Problem:
         recompute = self.kind == "group"
         partials, backward = launches.backward_launch(plan, *(*gradients, *options, recompute))
         yield from self._with_configs(backward)
-        if long_rows.is_long(normalized, recompute, pinned=False):
+        if long_rows.is_long(dy, normalized, recompute, pinned=False):
             own = long_rows.long_rows_plan(normalized, groups, bias is not None, residual)
             _, backward = launches.backward_launch(own, *(*gradients, *options, recompute))
             yield from self._with_configs(long_rows.long_rows_launch(backward))

@@ -333,12 +333,15 @@ def long_rows_backward_kernel(
         tl.store(bias_partials_pointer + partial, bias_sums + dy, column_mask)
 
 
-def is_long(x: Tensor, recompute_output: bool, pinned: bool) -> bool:
+def is_long(dy: Tensor, x: Tensor, recompute_output: bool, pinned: bool) -> bool:
     """Return whether `long_rows_launch` is the faster one for a matrix.
 
     Never where a row's programs would fill more than half of the card: they wait for each other.
+    Nor for a view that begins between two words of 16 bytes: pairs of bf16 are read as one value.
     """
     if pinned or recompute_output or x.dtype == torch.float64:
+        return False
+    if dy.data_ptr() % 16 or x.data_ptr() % 16:
         return False
     columns = x.shape[1]
     fits = 2 * _slices(columns) <= LONG_PROGRAMS_PER_SM * sm_count(x.device)

@@ -134,8 +134,12 @@ def test_which_rows_are_long(
 ) -> None:
     monkeypatch.setattr(long_rows, "sm_count", lambda device: 8)  # 64 programs
     rows = random(2, 16385)
-    assert is_long(rows, False, pinned=False)
-    assert is_long(random(1, 32768), False, pinned=False)
+    assert is_long(rows, rows, False, pinned=False)
+    wide = random(1, 32768)
+    assert is_long(wide, wide, False, pinned=False)
+    unaligned = random(2 * 16385 + 1, dtype=torch.bfloat16)[1:].view(2, 16385)
+    assert not is_long(unaligned, rows, False, pinned=False)
+    assert not is_long(rows, unaligned, False, pinned=False)
     for changed in (
         (rows, True, False),
         (rows, False, True),
@@ -143,11 +147,12 @@ def test_which_rows_are_long(
         (random(2, 16384), False, False),
         (random(1, 32769), False, False),  # 33 programs
     ):
-        assert not is_long(*changed)
+        assert not is_long(changed[0], *changed)
 
 
 def test_no_row_is_long_in_the_interpreter(random: Any) -> None:
-    assert not is_long(random(2, 16385), False, pinned=False)
+    rows = random(2, 16385)
+    assert not is_long(rows, rows, False, pinned=False)
 
 
 def test_no_word_of_a_known_call_is_published(monkeypatch: pytest.MonkeyPatch) -> None:

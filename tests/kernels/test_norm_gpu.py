@@ -196,6 +196,15 @@ def test_long_rows_far_from_zero(compare: Any, random: Any, columns: int) -> Non
     compare(layer_norm, leaves, random(37, columns, grad=False))
 
 
+@pytest.mark.parametrize("unaligned", ["x", "dy"])
+def test_long_rows_that_begin_between_pairs(compare: Any, random: Any, unaligned: str) -> None:
+    """Pairs of bf16 are read as one value, which has to lie at 4 bytes."""
+    x, dy = (random(300, 20000, dtype=torch.bfloat16, grad=False) for _ in range(2))
+    moved = random(300 * 20000 + 1, dtype=torch.bfloat16, grad=False)[1:].view(300, 20000)
+    x, dy = (moved, dy) if unaligned == "x" else (x, moved)
+    compare(layer_norm, [x.requires_grad_(), random(20000), random(20000)], dy)
+
+
 def test_rows_longer_than_the_card_has_programs_for_at_once(compare: Any, random: Any) -> None:
     """16 groups of 32 programs a row are more than run at the same time: some wait their turn."""
     leaves = [random(3, 16 * 2**17, dtype=torch.bfloat16), None, None]
