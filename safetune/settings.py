@@ -497,7 +497,9 @@ def _distributed_size() -> int:
 
 
 def distributed() -> Any:
-    """Return torch.distributed if the program has initialised it, else None; imports nothing."""
+    """Return torch.distributed if the program has initialised it; None otherwise. Imports
+    nothing.
+    """
     found = sys.modules.get("torch.distributed")
     # The function is missing in builds of torch without it, and during the import.
     return found if getattr(found, "is_initialized", bool)() else None

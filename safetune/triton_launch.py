@@ -76,7 +76,7 @@ def repeated(run: Function, kernel: Any) -> functools.partial[Any] | None:
 
 
 def own_jit_run() -> Any:
-    """Return Triton's own `JITFunction.run`; None where a tool has replaced it."""
+    """Return Triton's own `JITFunction.run`; None if a tool has replaced it."""
     from triton.runtime.jit import JITFunction
 
     return JITFunction.run if has_own(JITFunction, "run") else None

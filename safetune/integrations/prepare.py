@@ -27,7 +27,7 @@ class PreparedKey:
     Attributes:
         kernel: its name.
         key: in readable form.
-        config: the config of the last launch; empty where no launch succeeded.
+        config: the config of the last launch; empty if no launch succeeded.
         launches, hits: the number of launches, and of those whose config was already known.
         settled: whether its next launch needs neither the store nor a tuning.
     """

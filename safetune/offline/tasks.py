@@ -83,7 +83,7 @@ def find_kernels(namespace: dict[str, Any], under_triton: bool = False) -> list[
 
 
 class Stream:
-    """The tasks of one workload function and dtype, each of which can be created at any time.
+    """The tasks of one workload function and dtype; each can be created at any time.
 
     In order, they take one pass of the function; going back begins another pass.
     """

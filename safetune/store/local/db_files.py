@@ -195,8 +195,8 @@ def make_directory(path: Path) -> None:
 
 
 def make(path: Path) -> None:
-    """Create an empty database, readable only by its owner, unless there is one; raises
-    likewise.
+    """Create an empty database, readable only by its owner, unless there is one; raises like
+    `make_directory`.
     """
     with creating:
         with contextlib.suppress(FileExistsError):
