@@ -247,11 +247,12 @@ def set_default_profile_allocator(allocate: Function) -> None:
 
 
 def prepare_specializing() -> None:
-    """Let Triton classify arguments in a process without torch, and import what that needs.
+    """Let Triton classify arguments in a process without torch; imports the modules that this
+    needs.
 
-    That includes neither torch, which 3.6 would import, nor Gluon, whose import takes a tenth of a
-    second. Triton needs only classes from both, and no argument is of a class whose module has not
-    been imported. It recognises other tensors by their attributes.
+    Skips torch, which Triton 3.6 would import, and Gluon, whose import takes 0.1 s. Triton needs
+    only classes from both, and an argument cannot have a class from a module that was not imported.
+    It recognises other tensors by their attributes.
     """
     from types import ModuleType
 

@@ -243,8 +243,8 @@ class Arguments:
         self.sums, self._known = sums, True
 
     def redraw(self, blocks: Iterable[int], seed: int) -> None:
-        """Scale the values of the all-float blocks among these, each by its own factor. Call
-        `put_back` before any other method that uses them.
+        """Multiply each of these blocks that holds only floats by its own random factors. Call
+        `put_back` before any other method that uses the blocks.
         """
         from safetune.inputs import random_inputs
 
