@@ -1,7 +1,7 @@
 """triton.Config: checks, identity, text, and JSON form.
 
-A stored row never becomes a `Config`. It has the digest of a config, so it can only select one of
-the configs that the decorator declares.
+A stored row never becomes a `Config`. It has a config's digest, so it can only select one of the
+declared configs.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def config_record(config: Config) -> dict[str, Any]:
 
 
 def config_digest(config: Config) -> str:
-    """Return the identity of a config, the same in every process and Triton version."""
+    """Return the identity of a config, equal in all processes and Triton versions."""
     return encoding.digest(config_record(config))
 
 
 def declared_digest(configs: Iterable[Config], same_bits: bool = False) -> str:
-    """Return the identity of a list of configs to choose from, in whatever order.
+    """Return the identity of a list of configs to choose from, in any order.
 
-    Choices that are made for the same bits have one of their own.
+    A choice with `same_bits` has a separate identity.
     """
     policies = ["same_bits"] * same_bits
     return encoding.digest([*sorted(map(config_digest, configs)), *policies])
 
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that people are shown: warps, stages, and others if set."""
+    """Return the options to show to people: warps, stages, and any others that are set."""
     always = ("num_warps", "num_stages")
     names = [name for name in OPTION_DEFAULTS if name in options]
     return {n: options[n] for n in names if n in always or options[n] != OPTION_DEFAULTS[n]}
@@ -78,13 +78,13 @@ def _shown(value: Any) -> Any:
 def check_configs(
     kernel_name: str, configs: Iterable[Config] | None, parameters: Sequence[str]
 ) -> list[Config]:
-    """Return the configs to try, without duplicates; for an empty list Triton's default config.
+    """Return the configs to try, without duplicates; Triton's default config for an empty list.
 
-    A list that can stay as it is stays the caller's, who may add to it later.
+    If the caller's list needs no change, returns that list, because the caller may add to it later.
 
     Raises:
-        InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a
-            parameter of the kernel nor an option of an installed back end.
+        InvalidConfig: an entry is not a `triton.Config`, or sets something that is neither a kernel
+            parameter nor an option of an installed back end.
     """
     from triton.runtime.autotuner import Config
 
@@ -133,7 +133,7 @@ def _parts(config: Config) -> tuple[Any, ...]:
 
 
 def distinct(configs: Iterable[Config]) -> tuple[Config, ...]:
-    """Return the first config of each digest, in their order, whatever `==` says."""
+    """Return the first config of each digest, in order, whatever `==` says."""
     listed = list(configs)
     if len({*map(_parts, listed)}) == len(listed) and all(map(_is_plain, listed)):
         return tuple(listed)
@@ -149,7 +149,9 @@ def _is_plain(config: Config) -> bool:
 
 
 def without_identity(configs: Iterable[Config]) -> str:
-    """Return the name of a value in the configs that only this process knows; empty without."""
+    """Return the name of a config value that has no identity in other processes; empty without
+    one.
+    """
     for config in configs:
         if _is_plain(config):
             continue
@@ -171,7 +173,7 @@ def check_conflicts(kernel_name: str, config: Config, passed: Iterable[str]) -> 
 
 @functools.cache
 def backend_options() -> frozenset[str]:
-    """Return the launch options of every installed back end, without loading a driver."""
+    """Return the launch options of all installed back ends, without loading a driver."""
     from triton.backends import backends
 
     return frozenset(
@@ -202,7 +204,7 @@ def check_names(
 
 
 def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
-    """Raise `InvalidSetting` for a value that is neither None nor a function, or a proposer."""
+    """Raise `InvalidSetting` unless each value is None, a function or a proposer."""
     for parameter, value in parameters.items():
         proposes = parameter == "proposer"
         function = getattr(value, "propose", None) if proposes else value
@@ -258,5 +260,7 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
 
 
 def tupled(names: Iterable[str] | None) -> Any:
-    """Return names that can be read more than once; None and a single string as they are."""
+    """Return names in a form that can be read repeatedly; None and a single string stay as they
+    are.
+    """
     return names if names is None or isinstance(names, str) else tuple(names)

@@ -1,5 +1,5 @@
-"""The exceptions and warnings of safetune. A config that fails is an `Outcome`; a tuning that fails
-raises.
+"""The exceptions and warnings of safetune. A failed config is an `Outcome`; a failed tuning is an
+exception.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SafetuneError(Exception):
 
 
 class InvalidConfig(SafetuneError, ValueError):
-    """No launch of the kernel could accept a config, or the list of configs."""
+    """No launch of the kernel can accept a config, or the list of configs."""
 
 
 class NoConfigs(InvalidConfig, IndexError):
@@ -71,11 +71,11 @@ class TooMuchPinned(NotReproducible):
 
 
 class WorkerUnavailable(SafetuneError):
-    """No child process could be started. This is not the fault of a config."""
+    """No child process could be started. No config is to blame."""
 
 
 class NoMemory(WorkerUnavailable):
-    """The device lacks the memory for a tuning now. This is not the fault of a config."""
+    """The device has too little free memory for a tuning now. No config is to blame."""
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class NoMemory(WorkerUnavailable):
 
 
 class DeviceUnavailable(WorkerUnavailable):
-    """A child cannot use the device: its compute mode, MPS or a stuck process forbids it, or every
+    """A child cannot use the device: its compute mode, MPS or a stuck process prevents it, or every
     launch fails there.
     """
 
@@ -113,7 +113,7 @@ class TracingError(SafetuneError, RuntimeError):
 
 
 class MissingChoice(TracingError):
-    """A key has no choice and cannot be tuned: the call has shapes, but no data."""
+    """A key has no choice and cannot be tuned: the call has shapes but no data."""
 
 
 class StoreError(SafetuneError):
@@ -121,7 +121,7 @@ class StoreError(SafetuneError):
 
 
 class Busy(WorkerUnavailable):
-    """Another process tunes the key, and this process has waited for SAFETUNE_WAIT seconds."""
+    """Another process is tuning the key, and this process has waited for SAFETUNE_WAIT seconds."""
 
 
 class SyncTimeout(SafetuneError, TimeoutError):
@@ -141,7 +141,7 @@ class WorkloadError(SafetuneError):
 
 
 class NotInterpretable(SafetuneError):
-    """Triton's interpreter cannot run the kernel to its end, so nothing can be checked."""
+    """Triton's interpreter cannot run the kernel to completion, so nothing can be checked."""
 
 
 class SafetuneWarning(UserWarning):
@@ -168,7 +168,7 @@ class TuningWarning(SafetuneWarning):
 
 
 class DisputeWarning(TuningWarning):
-    """The configs of a key disagree about the result, and the choice may compute a wrong one."""
+    """The configs of a key disagree about the result, so the choice may compute a wrong one."""
 
 
 class CaptureWarning(SafetuneWarning):
@@ -223,7 +223,7 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
 
 
 def with_nearest(names: Iterable[object], known: Iterable[str]) -> str:
-    """Return wrong names as text for a message, each with the nearest known name."""
+    """Return wrong names as message text, each with the nearest known name."""
     import difflib  # only for an error
 
     by_lower = {name.lower(): name for name in known}
@@ -237,7 +237,7 @@ def with_nearest(names: Iterable[object], known: Iterable[str]) -> str:
 def from_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler of the program raised this during a wait for a child or a store.
 
-    Python calls a handler with the frame that it interrupts, the next outer one of the traceback.
+    Python calls a handler on top of the interrupted frame, the next outer one in the traceback.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(_got(frame, outer) for outer, frame in itertools.pairwise(frames))

@@ -1,10 +1,10 @@
 """Hooks around `os.fork` and at exit: the only module that registers any, in a declared order.
 
-A forked child has the memory of its parent, but none of its threads: locks that another thread held
-stay locked, and connections, descriptors and child processes are still the parent's. Each module
-that keeps such state registers here what to do about it, for one of `STAGES`. After a fork the
-stages run from first to last. Before a fork, and at exit, they run from last to first, so that what
-uses a thing is stopped before that thing. Within a stage it goes by the order of registration.
+A forked child has its parent's memory but none of its threads: locks that another thread held stay
+locked, and connections, descriptors and child processes still belong to the parent. Each module
+with such state registers hooks here, for one of `STAGES`. After a fork the stages run from first to
+last. Before a fork, and at exit, they run from last to first, so that a user of a resource stops
+before the resource. Within a stage, hooks run in the order of registration.
 
 A hook that raises is logged, and the others still run.
 """
@@ -51,9 +51,9 @@ def register(
     after_in_child: Hook | None = None,
     at_exit: Hook | None = None,
 ) -> None:
-    """Have hooks called around every fork of this process, and when it exits.
+    """Call hooks around every fork of this process, and when it exits.
 
-    A method is called as long as its object is there: it is not kept for that.
+    A method is called only while its object lives; registering it does not keep the object alive.
     """
     _listen()
     for event, hook in (
@@ -69,9 +69,9 @@ def register(
 
 
 def lock(kind: Callable[[], Any] = threading.Lock) -> Any:
-    """Return a lock that a forked child has free, whichever thread of its parent held it.
+    """Return a lock that is free in a forked child, whichever thread of its parent held it.
 
-    For a lock that is not held while anything forks.
+    Only for a lock that is not held across a fork.
     """
     made = kind()
     register("database", after_in_child=made._at_fork_reinit)
@@ -82,7 +82,9 @@ T = TypeVar("T")
 
 
 class cached_property(functools.cached_property[T]):  # noqa: N801
-    """Backport of Python 3.12's `cached_property`: no lock, which a fork could inherit locked."""
+    """Backport of Python 3.12's `cached_property`: it has no lock that a fork could inherit
+    locked.
+    """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         super().__init__(function)
@@ -94,7 +96,7 @@ def _same(hook: Hook) -> Hook:
 
 
 def register_worker_exit(owner: object, hook: Hook) -> None:
-    """Have `hook` called where a worker of multiprocessing ends: it skips `atexit` if forked."""
+    """Call `hook` when a multiprocessing worker ends; forked workers skip `atexit`."""
     from multiprocessing import util
 
     finalize = functools.partial(util.Finalize, None, hook, exitpriority=0)

@@ -1,8 +1,8 @@
 """Frozen dataclasses that take a tenth of the time to define.
 
-Python compiles six functions for each, 0.4 ms a class: with 50 classes that was a third of what
-safetune added to the first launch of a process. Here a class gets closures, which need no
-compilation. `dataclasses.fields`, `replace` and `asdict` work as with any dataclass.
+Python compiles six functions per dataclass, 0.4 ms each: for 50 classes, a third of the time that
+safetune added to a process's first launch. This module uses closures, which need no compilation.
+`dataclasses.fields`, `replace` and `asdict` work as with any dataclass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(*, frozen: bool) -> Callable[[type], type]:
-        """As `dataclasses.dataclass(frozen=True)`; nothing else can be chosen."""
+        """Like `dataclasses.dataclass(frozen=True)`, without further options."""
         assert frozen
         return _frozen
 

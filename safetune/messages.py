@@ -34,7 +34,7 @@ _BETWEEN = frozenset(
 
 
 class Launcher(NamedTuple):
-    """A launcher's variables for the rank of a process, in all and on its node."""
+    """A launcher's variables for the rank of a process, global and within its node."""
 
     rank: str
     ranks: str
@@ -55,8 +55,8 @@ LAUNCHERS = (
 def warn(text: str, category: type[SafetuneWarning], at: tuple[str, int] | None = None) -> None:
     """Warn at the program's current line, or at the file and line `at`.
 
-    Raises the warning if the program's filters make it an error, except in a thread of safetune and
-    at exit, where no code of the program would catch it.
+    Raises the warning if the program's filters make it an error, except in a safetune thread and at
+    exit, where no code of the program could catch it.
     """
     frame = _frame_of_the_program()
     message = category(f"{prefix()}{text}")
@@ -121,7 +121,7 @@ def notebook() -> Any:
 
 
 def one_line(text: str) -> str:
-    """Return a text without line ends, and with single spaces."""
+    """Return a text on one line, with single spaces."""
     return " ".join(text.split())
 
 

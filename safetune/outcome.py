@@ -11,9 +11,9 @@ from safetune.frozen import dataclass
 
 
 class Verdict(str, Enum):
-    """The verdicts that a config can end with. Only a config with `OK` can be chosen.
+    """The verdicts of a config. Only a config with `OK` can be chosen.
 
-    Stored verdicts are open: one that only a newer version knows is kept.
+    Stored verdicts are open: unknown ones from a newer version are kept.
     """
 
     OK = "ok"
@@ -89,24 +89,22 @@ HARMLESS = OF_SPECIALISATION | {Verdict.LAUNCH_ERROR, Verdict.INVALID_TIME}
 
 
 class Mark(str, Enum):
-    """A remark on an outcome that is not a failure. A reason may follow it after `: `.
+    """A remark on an outcome that is not a failure. A reason may follow after `: `.
 
-    Stored marks are open: a mark that only a newer version knows stays as it is.
+    Stored marks are open: unknown ones from a newer version are kept.
 
     CONTENDED: timed while the caller, or another program, used the device; never shared.
-    REGENERATED: some float inputs were too large to copy and were drawn at random.
-    UNOWNED: the kernel wrote bytes of a storage that no argument covers.
-    DISPUTED: configs disagree about the result, and nothing shows which are right.
-    OUTVOTED: of configs that disagree, the choice was made among others.
-    VARIES: by design, configs of other grids have other results: random numbers, program ids.
-    NOT_REPEATABLE: its launches leave other bits each time; chosen only where no other works.
+    REGENERATED: some float inputs were too large to copy and were drawn at random. UNOWNED: the
+    kernel wrote bytes of a storage that no argument covers. DISPUTED: configs disagree about the
+    result, and nothing shows which are right. OUTVOTED: configs disagree, and the choice was made
+    among the others. VARIES: results differ between grids by design: random numbers, program ids.
+    NOT_REPEATABLE: its bits differ between launches; chosen only if no other config works.
     SAME_BITS: its result has the bits of the config that the reason names, also on drawn inputs. Of
-        a choice: it was made among such configs, or among all that were asked to have them.
-    SAME_AS: compiled to the same code as another config, which was run for both.
-    SEARCHED: of a choice: it was made among some of the configs, because a budget ended the search
-        or the others compiled for too long.
-    FIRST: the first of the configs that were declared, which Triton would launch untuned.
-    PINNED: of a choice: a person made it. It holds for every list of configs that has the config.
+    a choice: it was made under `same_bits`, unless the reason says that this was refused. SAME_AS:
+    compiled to the same code as another config, which ran for both. SEARCHED: of a choice: it was
+    made among some of the configs, because a budget ended the search or the others compiled for too
+    long. FIRST: the first declared config, which Triton would launch untuned. PINNED: of a choice:
+    a person made it. It holds for every config list with that config.
     """
 
     CONTENDED = "contended"
@@ -127,7 +125,7 @@ class Mark(str, Enum):
         return f"{self.value}: {reason}"
 
     def reason_in(self, marks: Iterable[str]) -> str:
-        """Return the reason of this mark among others; empty where it is not among them."""
+        """Return the reason of this mark in `marks`; empty if the mark is absent."""
         found = (text.partition(": ") for text in marks)
         return next((reason or name for name, _, reason in found if name == self.value), "")
 
@@ -144,7 +142,7 @@ _OF_RESULTS = (
 
 @dataclass(frozen=True)
 class Binary:
-    """What the disk cache says of a compiled config."""
+    """The facts about a compiled config in the disk cache."""
 
     shared_bytes: int  # the shared memory that a launch needs
     #: Two of one digest do the same on the same grid. Empty for one that needs too much shared
@@ -155,7 +153,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a kernel's text says of its writes, and of those of what it calls."""
+    """The writes of a kernel and its callees, according to their text."""
 
     atomics: bool = False  # whether there are atomic operations
     any_order: bool = False  # whether the result of one is used, as a slot to write to
@@ -168,7 +166,7 @@ class Effects:
 
 @dataclass(frozen=True)
 class Group:
-    """Configs whose results agree. The result of the first of them is kept (`child.results`)."""
+    """Configs whose results agree. The result of the first one is kept (`child.results`)."""
 
     number: int  # the first config
     slot: int  # its place, in the file if it is small
@@ -178,7 +176,7 @@ class Group:
 
 
 class Difference(NamedTuple):
-    """How two tensors differ; all is 0 where they are the same."""
+    """The difference of two tensors; all fields are 0 if they are equal."""
 
     elements: int = 0  # that are further apart than right results may be
     common: int = 0  # of these, the ones that both configs have written
@@ -188,7 +186,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """How a result differs from a group's."""
+    """The difference of a result from a group's."""
 
     group: int
     tensors: tuple[Difference, ...]  # one for each compared tensor
@@ -196,9 +194,9 @@ class GroupDifference:
 
 @dataclass(frozen=True)
 class OutputReport:
-    """What the first launches of one config have shown of its outputs.
+    """What the first launches of one config have shown about its outputs.
 
-    What has an entry for each compared tensor is empty, or 0, where it is not known.
+    Fields with an entry per compared tensor are empty, or 0, if unknown.
     """
 
     group: int | None  # that it agrees with; None if no more groups could be kept
@@ -224,7 +222,7 @@ class Timing:
 
     `stage` is `screen` (every config), `coarse` (a config far slower than the best), `final`
     (rounds of the best), `graph` or `hot` (the same, as replays: see `settings.MeasurePolicy`) or
-    `do_bench` (the user's own).
+    `do_bench` (the user's function).
     """
 
     median_ms: float
@@ -278,19 +276,19 @@ class Outcome:
 
     @property
     def runs(self) -> bool:
-        """Whether the config has run, though its result may not be judged yet."""
+        """Whether the config has run, even if its result has not been judged yet."""
         return self.verdict in (Verdict.OK, Verdict.NOT_JUDGED)
 
     @property
     def clean(self) -> bool:
-        """Whether it is a failure that another call of the key may not have."""
+        """Whether it is a failure that other calls of the key may not have."""
         return self.verdict in OF_SCOPE
 
     def holds_for(self, scope: Scope, some_work: bool) -> bool:
-        """Whether a failure holds for a call, too.
+        """Whether a failure also holds for a call with this scope.
 
         Args:
-            some_work: whether some config works for the key.
+            some_work: whether any config works for the key.
         """
         if self.scope is None:
             return True
@@ -300,43 +298,45 @@ class Outcome:
 
     @property
     def took_down(self) -> bool:
-        """Whether its machine, or the process of the caller, went down while it ran."""
+        """Whether its machine, or the caller's process, went down while it ran."""
         return self.verdict is Verdict.DIED and self.detail in ("machine", "process")
 
     @property
     def killed(self) -> bool:
         """Whether a signal that safetune did not send ended its process.
 
-        It may be accidental: from the out-of-memory killer, or from whoever stops the job.
+        It may be unrelated: from the out-of-memory killer, or from someone who stops the job.
         """
         died = self.verdict in (Verdict.DIED, Verdict.COMPILE_CRASH)
         return died and self.detail.lower().startswith("sig")  # `SIGTERM`, or `signal 35`
 
     @property
     def shareable(self) -> bool:
-        """Whether its time holds on other nodes; False if a mark is unknown to this version."""
+        """Whether its time is valid on other nodes; False if a mark is unknown to this version."""
         names = {text.partition(":")[0] for text in self.marks}
         return names <= {mark.value for mark in _OF_RESULTS}
 
     def times(self) -> dict[str, float]:
-        """Return the median of each tuning that has timed it, by the tuning's name."""
+        """Return its median in each tuning that has timed it, by the tuning's name."""
         named = (entry.partition("=") for entry in self.tunings)
         times = {name: float(median_ms) for name, _, median_ms in named}
         return times or ({} if self.timing is None else {"": self.timing.median_ms})
 
     def timed_in(self, tuning: str) -> Outcome:
-        """Return the outcome with its time as that of a tuning; the last earlier ones are kept."""
+        """Return the outcome with its time attributed to a tuning; the latest earlier ones are
+        kept.
+        """
         assert self.timing is not None
         earlier = [entry for entry in self.tunings if not entry.startswith(f"{tuning}=")]
         now = f"{tuning}={self.timing.median_ms!r}"
         return replace(self, tunings=(*earlier[-_MOST_TUNINGS:], now))
 
     def with_marks(self, marks: Iterable[str]) -> Outcome:
-        """Return the outcome with more marks; those that it has already are not repeated."""
+        """Return the outcome with more marks, without duplicates."""
         return replace(self, marks=tuple(dict.fromkeys((*self.marks, *marks))))
 
     def without(self, mark: str) -> tuple[str, ...]:
-        """Return the marks but one."""
+        """Return the marks except one."""
         return tuple(text for text in self.marks if text != mark)
 
     def unmarked(self, *marks: Mark) -> Outcome:

@@ -56,7 +56,7 @@ class Isolation(str, Enum):
 
 
 class MissPolicy(str, Enum):
-    """The behaviour of a launch whose key has no choice; overrides the mode.
+    """The behaviour of a launch whose key has no choice. It overrides the mode.
 
     FALLBACK: launch a fallback, and never tune.
     WARN: follow the mode, with a warning.
@@ -108,7 +108,7 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return a value that is True or False; raises `InvalidSetting` for another one."""
+    """Return a value that is True or False; raises `InvalidSetting` for any other."""
     if not isinstance(value, bool):
         raise InvalidSetting(f"{name}={value!r} is not known; use True or False")
     return value
@@ -119,7 +119,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(name: str, value: str) -> int:
-    """Return a size in bytes, e.g. of `4096` or `512MiB`; raises `InvalidSetting`."""
+    """Return a size in bytes from text such as `4096` or `512MiB`; raises `InvalidSetting`."""
     match = _SIZE.fullmatch(value.strip())
     if match is None:
         raise InvalidSetting(
@@ -129,7 +129,7 @@ def parse_size(name: str, value: str) -> int:
 
 
 def parse_seconds(name: str, value: str) -> float:
-    """Return a number of seconds, 0 or more; raises `InvalidSetting`."""
+    """Return a nonnegative number of seconds; raises `InvalidSetting`."""
     try:
         seconds = float(value)
     except ValueError:
@@ -164,7 +164,7 @@ def parse_kernels(name: str, value: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """The limit of the search for one key: a number of configs in all, or seconds per search."""
+    """The limit of the search for one key: a total number of configs, or seconds per search."""
 
     configs: int | None = None
     seconds: float = math.inf
@@ -193,10 +193,11 @@ class SearchBudget:
         )
 
     def remaining(self, tried: int, new: int, elapsed_s: float) -> int:
-        """Return the number of configs that may still be measured; for seconds, at the rate so far.
+        """Return how many configs may still be measured; for a budget in seconds, at the rate so
+        far.
 
         Args:
-            tried, new: the configs with an outcome, and the ones tried in `elapsed_s`.
+            tried, new: the configs with an outcome, and those tried in `elapsed_s`.
         """
         if self.configs is not None:
             return self.configs - tried
@@ -225,7 +226,7 @@ def shared_kind(url: str) -> SharedKind:
 def check_url(url: str) -> str:
     """Return the URL of a shared store, or an empty string; raises `InvalidSetting`.
 
-    Checks its form only, so that reading the settings imports nothing.
+    Checks only its form, so that reading the settings imports nothing.
     """
     if not url:
         return url
@@ -292,9 +293,9 @@ _NO_CONNECTION = {
 
 
 def driver_error(error: BaseException) -> str:
-    """Return a driver's error for messages: a sentence of ours, its class and its SQLSTATE.
+    """Return a driver's error for messages: our own sentence, its class and its SQLSTATE.
 
-    Its own text may contain a part of the password, mistaken for something else.
+    Its own text may contain part of the password, mistaken for something else.
     """
     code, number = getattr(error, "sqlstate", None), getattr(error, "errno", None)
     if isinstance(number, int):
@@ -333,15 +334,17 @@ class Settings:
     same_bits: bool = False
 
     def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
-        """Return a tuner's policy for keys without a choice; its own `on_miss` wins."""
+        """Return a tuner's policy for keys without a choice; its own `on_miss` takes precedence."""
         return on_miss or self.on_miss
 
     def measure_of(self, measure: MeasurePolicy | None) -> MeasurePolicy | None:
-        """Return a tuner's timing of short kernels; its own `measure` wins. None: not set."""
+        """Return a tuner's timing of short kernels; its own `measure` takes precedence. None: not
+        set.
+        """
         return measure or self.measure
 
     def same_bits_of(self, same_bits: bool | None) -> bool:
-        """Return whether a tuner that has `same_bits` asks for the bits of its first config."""
+        """Return whether a tuner with this `same_bits` requires the bits of its first config."""
         return self.same_bits if same_bits is None else same_bits
 
     def tunes(self, on_miss: MissPolicy | None) -> bool:
@@ -379,8 +382,8 @@ def configure(
 ) -> None:
     """Set the mode or a policy of this process, unless the environment sets it.
 
-    It applies to launches of all kernels whose config is not decided yet. The last call counts; an
-    omitted argument changes nothing.
+    It applies to all launches whose config is not decided yet. The last call counts; an omitted
+    argument changes nothing.
 
     Args:
         mode: like SAFETUNE_MODE. With `off`, a launch uses the first config that pruning leaves,
@@ -494,7 +497,9 @@ def _distributed_size() -> int:
 
 
 def distributed() -> Any:
-    """Return torch.distributed if the program has initialised it, else None; imports nothing."""
+    """Return torch.distributed if the program has initialised it; None otherwise. Imports
+    nothing.
+    """
     found = sys.modules.get("torch.distributed")
     # The function is missing in builds of torch without it, and during the import.
     return found if getattr(found, "is_initialized", bool)() else None

@@ -44,7 +44,7 @@ _SHARED_BYTES = "safetune.shared_bytes"
 
 
 def cached_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Binary | None:
-    """Return the result of `compiled_binary`, if the disk cache has it."""
+    """Return the result of `compiled_binary` if it is in the disk cache."""
     from triton import knobs
 
     if knobs.compilation.always_compile:
@@ -66,10 +66,9 @@ def cached_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Bina
 
 
 def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Binary:
-    """Compile what `compile_arguments` returned into Triton's disk cache, in a compile child.
+    """Compile the result of `compile_arguments` into Triton's disk cache, in a compile child.
 
-    Not to the end where a launch would need more than `most_shared` bytes of shared memory, if that
-    is not 0.
+    Stops early if a launch would need more than `most_shared` bytes of shared memory; 0: no limit.
     """
     from triton.compiler import compile as triton_compile
     from triton.runtime import driver
@@ -93,7 +92,7 @@ def compiled_binary(jit: Any, spec: tuple[Any, ...], most_shared: int = 0) -> Bi
 
 
 def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
-    """Build in a thread what Triton 3.6 has a C compiler make for the launches of a kernel.
+    """Build in a thread what Triton 3.6 builds with a C compiler for launches of a kernel.
 
     That takes 0.3 s, and the first launch would wait for it.
     """
@@ -103,9 +102,9 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
 
 
 def build_host_code(jit: Any, specs: Iterable[tuple[Any, ...]]) -> None:
-    """Build what Triton 3.6 has a C compiler make before the first launch of a kernel.
+    """Build what Triton 3.6 builds with a C compiler before the first launch of a kernel.
 
-    A later one looks for it under the directory of the driver's library, which is not known here.
+    Later versions look for it under the driver library's directory, which is unknown here.
     """
     from triton.backends.nvidia import driver as nvidia
 
@@ -159,7 +158,7 @@ def _empty_driver() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_for(target: Any, properties: Mapping[str, int]) -> Iterator[None]:
-    """Have Triton compile for a device that need not be here, in place of its driver."""
+    """Let Triton compile for a device that may be absent, in place of its driver."""
     from triton.runtime import driver
 
     answers = SimpleNamespace(
@@ -178,13 +177,14 @@ def compiling_for(target: Any, properties: Mapping[str, int]) -> Iterator[None]:
 
 
 def forget_binaries(jit: Any) -> None:
-    """Make a kernel ask for its target, and look for its binaries, again."""
+    """Make a kernel look up its target and its binaries again."""
     jit.device_caches.clear()
 
 
 @functools.cache
 def load_code_alone() -> None:
-    """Have this process read compiled kernels from the disk cache without what they were made of.
+    """Let this process read compiled kernels from the disk cache without their source and
+    intermediate texts.
 
     Triton reads all of the texts with each kernel, and they are many times as large as its code.
     """
@@ -281,7 +281,9 @@ def _copy_of(module: Any, ir: Any) -> Any:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[None]]:
-    """Yield a list that gets an entry for each binary that Triton makes here meanwhile."""
+    """Yield a list that gets an entry for each binary that Triton makes in this process in the
+    body.
+    """
     from triton import knobs
 
     made: list[None] = []

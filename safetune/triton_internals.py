@@ -1,8 +1,8 @@
-"""Every use of private parts of Triton: a new Triton is checked against this file.
+"""Every use of private parts of Triton: check a new Triton version against this file.
 
-Triton 3.6 to 3.9 are supported. A difference between them is detected by the feature itself if
-possible, else by `version`. tests/test_triton_internals.py pins each function here, and
-`make test-internals` runs it on the oldest Triton.
+Triton 3.6 to 3.9 are supported. If possible, code detects a difference by the feature itself,
+otherwise by `version`. tests/test_triton_internals.py pins each function here, and `make
+test-internals` runs it on the oldest Triton.
 
 Triton is imported when a function is called: `safetune list` works without it.
 """
@@ -61,7 +61,7 @@ def version() -> tuple[int, int]:
 
 
 def warn_if_newer() -> None:
-    """Warn of a Triton that is newer than those supported."""
+    """Warn if Triton is newer than the supported versions."""
     if version() > NEWEST:
         newest = ".".join(map(str, NEWEST))
         warn(
@@ -75,7 +75,7 @@ def warn_if_newer() -> None:
 def active_driver() -> Any | None:
     """Return the driver that Triton launches through; None while it cannot launch on a device.
 
-    Has Triton make its driver only once torch uses a device: making it takes seconds.
+    Triton creates its driver only once torch uses a device, because that takes seconds.
     """
     from triton.runtime import driver
 
@@ -109,11 +109,11 @@ def _torch_uses_a_device() -> bool:
 
 
 class FirstDriver:
-    """Triton's driver for NVIDIA GPUs, while a thread has Triton make it.
+    """Triton's driver for NVIDIA GPUs, while Triton creates it in a thread.
 
-    A C compiler builds a part of it, which takes 0.5 s where Triton's cache lacks it. Nothing but
-    a launch needs it, so a tuning begins meanwhile. Triton's own code waits for it: it has no
-    lock, and launches through one driver refuse the tensor maps of a second one.
+    A C compiler builds part of it, which takes 0.5 s unless Triton has it cached. Only a launch
+    needs it, so a tuning begins meanwhile. Triton's own code waits for it: it has no lock, and
+    launches through one driver refuse the tensor maps of a second one.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,9 @@ class FirstDriver:
         forks.register("tuning", after_in_child=self.start_over)
 
     def begin(self) -> bool:
-        """Whether the driver is being made; begins with that where it is the one to be made."""
+        """Whether the driver is being created; starts creating it if it is the one that Triton
+        needs.
+        """
         from triton.runtime import driver
 
         if driver._active is not None or not _torch_uses_a_device():
@@ -142,11 +144,11 @@ class FirstDriver:
             return self._thread is not None and not self._over.is_set()
 
     def current_device(self) -> int:
-        """Return the device that it will name as the current one."""
+        """Return the device that the driver will report as current."""
         return int(sys.modules["torch"].cuda.current_device())
 
     def wait(self) -> None:
-        """Return when it is made, or was not begun."""
+        """Wait until it is created; return at once if that has not begun."""
         if self._thread not in (None, threading.current_thread()):
             self._over.wait()
 
@@ -184,7 +186,7 @@ backend_hashes: dict[tuple[str, Any], str] = {}
 
 
 def backend_hash(target: Any) -> str:
-    """Return a back end's description of itself at the first request, e.g. ptxas's version."""
+    """Return a back end's description of itself, from the first request, e.g. ptxas's version."""
     from triton.compiler.compiler import make_backend
 
     found = str(make_backend(target).hash())
@@ -192,7 +194,7 @@ def backend_hash(target: Any) -> str:
 
 
 def use_backend_hashes(hashes: Mapping[tuple[str, Any], str]) -> None:
-    """Look up compiled kernels as the process does that has these hashes."""
+    """Look up compiled kernels like the process that has these hashes."""
     from triton.backends import backends
 
     for compiler in (backend.compiler for backend in backends.values()):
@@ -203,13 +205,15 @@ def use_backend_hashes(hashes: Mapping[tuple[str, Any], str]) -> None:
 
 
 def has_own(cls: Any, method: str) -> bool:
-    """Whether a method of a class of Triton's is Triton's own: no tool has replaced it."""
+    """Whether a method of a Triton class is Triton's own: no tool has replaced it."""
     function = getattr(cls, method)
     return getattr(function, "__globals__", None) is vars(sys.modules[cls.__module__])
 
 
 def is_watched(kernel: Any) -> bool:
-    """Whether hooks of a kernel, or a tool in place of its `run`, see the arguments of launches."""
+    """Whether hooks of a kernel, or a tool that replaced its `run`, see the arguments of
+    launches.
+    """
     from triton.runtime.jit import JITFunction
 
     replaced = "run" in vars(kernel) or not has_own(JITFunction, "run")
@@ -229,7 +233,7 @@ def code_generation_switches() -> dict[str, str]:
 
 
 class FilesHash:
-    """Triton's hash of its files, which a look into its disk cache needs: 0.5 s in a thread."""
+    """Triton's hash of its files, which its disk cache needs: computed in 0.5 s in a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -237,9 +241,10 @@ class FilesHash:
         forks.register("tuning", after_in_child=self._start_over)
 
     def begin(self, known: Callable[[Function], str] = lambda compute: compute()) -> None:
-        """Find it in a thread, for Triton too; `known` returns it, or what its argument computes.
+        """Compute it in a thread, for Triton too; `known` returns it, or the result of its
+        argument.
 
-        Without a thread it is found when it is asked for.
+        Without a thread, it is computed on request.
         """
         from triton.runtime import cache
 
@@ -250,7 +255,7 @@ class FilesHash:
                 threading.Thread(target=self._try, name="safetune-hash", daemon=True).start()
 
     def get(self) -> str:
-        """Return it, or wait for it; empty where it has not begun."""
+        """Return it, waiting if necessary; empty if the computation has not begun."""
         with self._lock:
             return "" if self._compute is None else str(self._compute())
 
@@ -266,14 +271,14 @@ files_hash = FilesHash()
 
 
 def use_files_hash(found: str) -> None:
-    """Look up compiled kernels as the process does that has this hash."""
+    """Look up compiled kernels like the process that has this hash."""
     from triton.runtime import cache
 
     cache.triton_key = lambda: found
 
 
 def private_copy(kernel: Any) -> tuple[Any, Any]:
-    """Return shallow copies of a kernel and of its jit function; None for kinds not known here."""
+    """Return shallow copies of a kernel and of its jit function; None for unknown kinds."""
     from triton.runtime.autotuner import Heuristics
     from triton.runtime.jit import JITFunction
 
@@ -289,7 +294,7 @@ def private_copy(kernel: Any) -> tuple[Any, Any]:
 
 
 def has_launch_hooks(jit: Any) -> bool:
-    """Whether code of the user's runs between a call and Triton's compile step."""
+    """Whether user code runs between a call and Triton's compile step."""
     from triton import knobs
 
     inspection = getattr(knobs.runtime, "add_stages_inspection_hook", None)
@@ -297,8 +302,8 @@ def has_launch_hooks(jit: Any) -> bool:
 
 
 def compile_arguments(jit: Any, launch: Callable[[], object], device: int) -> tuple[Any, ...]:
-    """Run `launch` up to Triton's compile step, and return what it would compile: the signature,
-    the constants, the attributes, the options and the target.
+    """Run `launch` up to Triton's compile step, and return the compiler's input: the signature, the
+    constants, the attributes, the options and the target.
     """
     captured: list[tuple[Any, ...]] = []
 
@@ -334,7 +339,7 @@ def unloader() -> Any | None:
 
 
 def replace_autotune(make: Callable[[Function], Function]) -> None:
-    """Put what `make` returns for `triton.autotune` in its place, wherever Triton exports it."""
+    """Replace `triton.autotune` by `make(triton.autotune)`, wherever Triton exports it."""
     import triton
     from triton.runtime import autotuner
 
@@ -344,7 +349,7 @@ def replace_autotune(make: Callable[[Function], Function]) -> None:
 
 
 def before_first_tuner(act: Callable[[], object]) -> None:
-    """Call `act` once, when the first tuner of Triton's class is about to be made."""
+    """Call `act` once, right before the first tuner of Triton's class is created."""
     from triton.runtime.autotuner import Autotuner
 
     make, once = Autotuner.__init__, threading.Lock()
@@ -377,7 +382,9 @@ def _tuner_method(name: str) -> Any:
 
 
 def replaced_methods() -> dict[str, Function]:
-    """Return the methods of Triton's tuner class that something else than safetune has replaced."""
+    """Return the methods of Triton's tuner class that something other than safetune has
+    replaced.
+    """
     from triton.runtime import autotuner
 
     own = vars(autotuner)
@@ -414,7 +421,7 @@ _replaced_knobs: list[tuple[str, str, Any]] = []
 
 
 def set_knobs(groups: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set knobs as `knobs_set_in_code` returned them, and undo the last call."""
+    """Set knobs from `knobs_set_in_code`; undoes the previous call."""
     from triton import knobs
 
     while _replaced_knobs:

@@ -23,9 +23,9 @@ _ARGUMENT_MODULES = {
 
 @dataclass(frozen=True)
 class Launcher:
-    """How a compiled kernel is launched: `run(x, y, z, stream, *head, *arguments)`.
+    """The launcher of a compiled kernel: `run(x, y, z, stream, *head, *arguments)`.
 
-    With `together` the kernel's own arguments are one tuple.
+    With `together`, the kernel's own arguments are one tuple.
     """
 
     run: Function
@@ -34,9 +34,10 @@ class Launcher:
 
 
 def launcher(kernel: Any, with_scratch: Function) -> Launcher | None:
-    """Return how to launch a kernel where there are no hooks; None where only Triton knows.
+    """Return the launcher of a kernel, for launches without hooks; None if only Triton can launch
+    it.
 
-    `with_scratch` calls its first argument, with an allocator for scratch memory.
+    `with_scratch` calls its first argument with an allocator for scratch memory.
     """
     run, metadata = kernel.run, kernel.metadata
     if getattr(metadata, "profile_scratch_size", 0):
@@ -60,9 +61,9 @@ STREAM = 3
 
 
 def repeated(run: Function, kernel: Any) -> functools.partial[Any] | None:
-    """Return what makes the launch of a compiled kernel that Triton makes when `run` is called.
+    """Return a function that repeats the launch that Triton makes when `run` is called.
 
-    Here `run` is called up to that launch. None where it would not be one launch of this kernel.
+    `run` is called here, up to that launch. None unless it is a single launch of this kernel.
     """
     launches: list[tuple[Any, ...]] = []
     launcher = kernel.run
@@ -75,14 +76,14 @@ def repeated(run: Function, kernel: Any) -> functools.partial[Any] | None:
 
 
 def own_jit_run() -> Any:
-    """Return Triton's own `JITFunction.run`; None where a tool has replaced it."""
+    """Return Triton's own `JITFunction.run`; None if a tool has replaced it."""
     from triton.runtime.jit import JITFunction
 
     return JITFunction.run if has_own(JITFunction, "run") else None
 
 
 def has_hook_chains() -> bool:
-    """Whether the hooks around a launch are lists, which can be seen to be empty."""
+    """Whether the hooks around a launch are lists, so that it shows whether they are empty."""
     from triton import knobs
 
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -109,7 +110,7 @@ REFUSED = "jit.used_global_vals and changed(jit.used_global_vals)"
 
 
 def in_the_way() -> str:
-    """Return the Python expression that says whether Triton's own path has to launch."""
+    """Return a Python expression for whether Triton's own path must launch."""
     from triton import knobs
 
     has_fpsan = _FPSAN in vars(type(knobs.compilation))
@@ -117,7 +118,7 @@ def in_the_way() -> str:
 
 
 def switches(jit: Any) -> tuple[Any, ...]:
-    """Return the values that the first expression compares, except hooks."""
+    """Return the values that this expression compares, except hooks."""
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
 
@@ -132,7 +133,7 @@ def switches(jit: Any) -> tuple[Any, ...]:
 
 
 def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
-    """Return the names in the expressions above, with the switches as they are now."""
+    """Return the names in the expressions above, with the switches' current values."""
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime.jit import JITFunction
@@ -188,7 +189,7 @@ def _changed(used: Mapping[Any, Any]) -> bool:
 
 
 def binary_name(jit: Any, device: Any, kernel: Any) -> Any | None:
-    """Return the key of a binary in Triton's cache of a device; None if it is not there."""
+    """Return the key of a binary in Triton's cache for a device; None if it is absent."""
     if device not in jit.device_caches:
         return None
     binaries = jit.device_caches[device][0]
@@ -196,14 +197,14 @@ def binary_name(jit: Any, device: Any, kernel: Any) -> Any | None:
 
 
 def set_by_run(jit: Any) -> bool:
-    """Whether a parameter of the kernel is named like an option that Triton's `run` sets."""
+    """Whether a kernel parameter has the name of an option that Triton's `run` sets."""
     code = getattr(type(jit).run, "__code__", None)
     return code is None or not {*jit.arg_names}.isdisjoint(code.co_consts)
 
 
 @contextlib.contextmanager
 def default_allocator(allocate: Function) -> Iterator[None]:
-    """Have Triton ask `allocate` for scratch memory, unless the user has set an allocator."""
+    """Let Triton request scratch memory from `allocate`, unless the user has set an allocator."""
     from triton.runtime import _allocation
 
     if not isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
@@ -217,7 +218,9 @@ def default_allocator(allocate: Function) -> Iterator[None]:
 
 
 def lacks_allocator(error: BaseException) -> bool:
-    """Whether a launch raised this because Triton has no allocator, so that nothing has run."""
+    """Whether a launch raised this error because Triton has no allocator, so that nothing has
+    run.
+    """
     from triton.runtime import _allocation
 
     trace = error.__traceback__
@@ -228,9 +231,10 @@ def lacks_allocator(error: BaseException) -> bool:
 
 
 def set_default_profile_allocator(allocate: Function) -> None:
-    """Have `allocate` serve instrumented kernels, for the whole process, where nothing else does.
+    """Use `allocate` for instrumented kernels, in the whole process, unless another allocator is
+    set.
 
-    Triton 3.8 and 3.9 have a default of their own, which uses torch.
+    Triton 3.8 and 3.9 have their own default, which uses torch.
     """
     from triton.runtime import _allocation, driver
 
@@ -243,11 +247,12 @@ def set_default_profile_allocator(allocate: Function) -> None:
 
 
 def prepare_specializing() -> None:
-    """Have Triton classify an argument in a process without torch, and import what that needs.
+    """Let Triton classify arguments in a process without torch; imports the modules that this
+    needs.
 
-    That is neither torch, which 3.6 would import, nor Gluon, whose import takes a tenth of a
-    second. Of both it only wants classes, and no argument is of one whose module has not been
-    imported. It knows other tensors by their attributes.
+    Skips torch, which Triton 3.6 would import, and Gluon, whose import takes 0.1 s. Triton needs
+    only classes from both, and an argument cannot have a class from a module that was not imported.
+    It recognises other tensors by their attributes.
     """
     from types import ModuleType
 
@@ -267,7 +272,7 @@ def prepare_specializing() -> None:
 
 
 def use_device_without_torch(index: int, capability: tuple[int, int]) -> None:
-    """Have Triton launch on the default stream of one device, and ask torch for nothing."""
+    """Let Triton launch on the default stream of one device, without asking torch."""
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
     from triton.runtime import driver
 

@@ -1,8 +1,8 @@
-"""Facts about a kind of device that Triton does not provide: one back end for each kind.
+"""Facts about a kind of device that Triton does not provide; one back end per kind.
 
 A back end answers or raises `BackendError`. It never guesses: a wrong answer would disturb a
-capture, or send an address to a process where it is invalid. On a device without a back end nothing
-is tuned in child processes (see `miss.resolve`).
+capture, or send an address to a process where it is invalid. Child processes tune nothing on a
+device without a back end (see `miss.resolve`).
 
 To add one, write a module like `cuda.py` and name it in `_MODULES`.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device: free now, in all, and kept by torch's allocator without need."""
+    """Bytes of one device: free now, total, and cached unused by torch's allocator."""
 
     free: int
     total: int
@@ -34,23 +34,23 @@ class Memory:
 
 
 class Backend(Protocol):
-    """One kind of device. Streams are raw handles; an index counts this process's devices."""
+    """One kind of device. Streams are raw handles; an index counts the devices of this process."""
 
     @property
     def hidden(self) -> Mapping[str, str]:
-        """The environment variables that hide every device of this kind from a process."""
+        """The environment variables that hide all devices of this kind from a process."""
 
     @property
     def torch_type(self) -> str:
-        """The type that torch gives to devices of this kind, as in `torch.device(type, index)`."""
+        """The device type in torch, as in `torch.device(type, index)`."""
 
     def launch_stream(self) -> int:
-        """Return the stream that a launch of this thread goes to."""
+        """Return the stream that this thread launches on."""
 
     def capture_id(self, stream: int) -> int:
-        """Return the id of the graph capture that a stream is part of now; 0 without one.
+        """Return the id of the graph capture that a stream belongs to now; 0 if there is none.
 
-        -1 where there is a capture that has no id. Asking disturbs no capture.
+        -1 if the capture has no id. Asking disturbs no capture.
         """
 
     def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
@@ -59,21 +59,21 @@ class Backend(Protocol):
     def reading(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Copy from a device to the host while another thread captures a graph.
 
-        The work queued on the current stream is waited for, and nothing is added to that stream.
+        Waits for the work queued on the current stream, and adds nothing to that stream.
         """
 
     def is_known_pointer(self, address: int) -> bool:
         """Whether an address is device memory, or host memory that the driver has pinned."""
 
     def visible_environment(self) -> Mapping[str, str]:
-        """Return the variables with which a child counts devices as this process does, and leaves
-        no core file of one.
+        """Return variables that make a child count devices as this process does, and that prevent
+        GPU core dumps.
         """
 
     def why_not_shared(self, index: int) -> str:
-        """Return why a child must not use a device; empty where it can.
+        """Return why a child must not use a device; empty if it may.
 
-        The reason names the device and ends with what to do.
+        The reason names the device and ends with the remedy.
         """
 
     def device_name(self, index: int) -> str:
@@ -83,10 +83,10 @@ class Backend(Protocol):
         """Return the memory of a device; a capture in another thread stays valid."""
 
     def release_unused(self, index: int) -> None:
-        """Give the unused memory of torch's allocator back to the device."""
+        """Return the unused memory of torch's allocator to the device."""
 
     def bytes_of(self, index: int) -> DeviceBytes:
-        """Return the memory operations of a device without torch."""
+        """Return the memory operations of a device, which do not need torch."""
 
     def synchronize(self) -> None:
         """Wait for everything that this process has launched on its current device."""
@@ -95,7 +95,7 @@ class Backend(Protocol):
         """Make a device this process's current one; return its UUID, or an empty string."""
 
     def works(self) -> bool:
-        """Whether the current device still answers; after a sticky error it does not."""
+        """Whether the current device still responds; after a sticky error it does not."""
 
 
 #: The module of each back end, by the name that Triton's target has. It has a function `make`.
@@ -108,7 +108,7 @@ _made: dict[str, Backend | BackendError] = {}
 
 
 def register(name: str, found: Backend | BackendError) -> None:
-    """Use a back end for devices with this Triton target; an error says why there is not one."""
+    """Register a back end for this Triton target, or the error that says why there is none."""
     _made[name] = found
 
 
@@ -120,7 +120,7 @@ def unregister(name: str) -> None:
 def current() -> Backend | None:
     """Return the back end of the device that this process launches on.
 
-    None where it launches on none, or on one that has no back end.
+    None if it launches on no device, or on one without a back end.
     """
     name = triton_internals.target_name()
     found = None if name is None else _find(name)
@@ -128,10 +128,11 @@ def current() -> Backend | None:
 
 
 def describer() -> Callable[[int], cuda_driver.Description] | None:
-    """Return a function that describes a device; None where Triton's driver does.
+    """Return a function that describes a device; None once Triton's driver does so.
 
-    While that is being made, the CUDA driver does. A process that has not used a GPU has another
-    one do it: it may fork workers that use one, as long as its own driver is not started.
+    While Triton's driver is being created, the CUDA driver describes devices. If this process has
+    not used a GPU, another process asks: starting the driver here would break CUDA in forked
+    workers.
     """
     if triton_internals.first_driver.begin():
         return lambda index: cuda_driver.load().describe(index)
@@ -141,13 +142,13 @@ def describer() -> Callable[[int], cuda_driver.Description] | None:
 
 
 def capture_under_way() -> int:
-    """Return the id of the capture that a launch of this thread would be part of; 0 without one."""
+    """Return the id of the capture that a launch by this thread would join; 0 if there is none."""
     found = current()
     return 0 if found is None else found.capture_id(found.launch_stream())
 
 
 def required() -> Backend:
-    """Return the back end of the device; raises `BackendError` for an unknown one."""
+    """Return the back end of the device; raises `BackendError` if the device is unknown."""
     name = triton_internals.target_name()
     if name is None:
         raise BackendError("Triton has no device in this process, so no back end can be asked")
@@ -155,7 +156,7 @@ def required() -> Backend:
 
 
 def named(name: str) -> Backend:
-    """Return the back end for a Triton target; raises `BackendError` for an unknown one."""
+    """Return the back end for a Triton target; raises `BackendError` if the target is unknown."""
     found = _find(name)
     if isinstance(found, BackendError):
         raise found
@@ -163,18 +164,18 @@ def named(name: str) -> Backend:
 
 
 def all_work() -> bool:
-    """Whether every device that this process has used a back end for still answers."""
+    """Whether all devices whose back end this process has used still respond."""
     return all(found.works() for found in _made.values() if not isinstance(found, BackendError))
 
 
 def why_missing(name: str) -> str:
-    """Return why the device of a Triton target has no back end; empty where it has one."""
+    """Return why the device of a Triton target has no back end; empty if it has one."""
     found = _find(name)
     return str(found) if isinstance(found, BackendError) else ""
 
 
 def hidden_environment() -> dict[str, str]:
-    """Return the variables that hide every device from a process."""
+    """Return the variables that hide all devices from a process."""
     found = current()
     return {**_HIDDEN, **(found.hidden if found is not None else {})}
 
@@ -198,10 +199,11 @@ _resume = False
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, in all threads.
+    """Pause Python's garbage collector in all threads.
 
-    A miss allocates enough to start it, and if it destroys an older CUDA graph, a capture in global
-    mode becomes invalid. Syntax trees start it often, and each time it walks the heap of torch.
+    A miss allocates enough to trigger it. If it then destroys an older CUDA graph, a capture in
+    global mode becomes invalid. Syntax trees trigger it often, and every collection walks torch's
+    heap.
     """
     global _pauses, _resume
     with _pausing:

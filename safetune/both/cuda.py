@@ -1,4 +1,4 @@
-"""The back end for NVIDIA GPUs: torch, and the few calls of the CUDA driver that it lacks."""
+"""The back end for NVIDIA GPUs, through torch and the few CUDA driver calls that torch lacks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ComputeMode(IntEnum):
 
 
 def make() -> Cuda:
-    """Return the back end; raises `BackendError` where the driver's library cannot be loaded."""
+    """Return the back end; raises `BackendError` if the driver's library cannot be loaded."""
     return Cuda(cuda_driver.load())
 
 
@@ -64,7 +64,8 @@ class Cuda:
     """NVIDIA GPUs, as `backend.Backend` describes them.
 
     Args:
-        mps_directory: where the pipes of an MPS server are unless the environment says otherwise.
+        mps_directory: the default directory of an MPS server's pipes; the environment may override
+            it.
     """
 
     hidden: Mapping[str, str] = {VISIBLE: ""}
@@ -78,7 +79,7 @@ class Cuda:
         self._bytes: dict[int, DeviceBytes] = {}
 
     def launch_stream(self) -> int:
-        """Return the handle of torch's current stream; 0, the default one, where torch has none."""
+        """Return the handle of torch's current stream; 0, the default stream, without torch."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return 0
@@ -87,8 +88,8 @@ class Cuda:
     def capture_id(self, stream: int) -> int:
         """See `Backend`.
 
-        -1: the capture has become invalid, or `stream` is the legacy one and a launch there would
-        disturb the capture of another stream.
+        -1 if the capture has become invalid, or if `stream` is the legacy stream and a launch there
+        would disturb a capture on another stream.
         """
         status, identifier = ctypes.c_int(), ctypes.c_uint64()
         error = self._driver.call(
@@ -112,7 +113,7 @@ class Cuda:
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """See `Backend`. Contiguous bytes are copied without memory on the device."""
+        """See `Backend`. Copies contiguous bytes without allocating on the device."""
         import torch
 
         with self.relaxed_capture(), torch.cuda.device(index):
@@ -138,7 +139,7 @@ class Cuda:
         return not error
 
     def visible_environment(self) -> dict[str, str]:
-        """See `Backend`. Torch counts by the variable as it was when it listed its devices."""
+        """See `Backend`. Torch reads the variable once, when it lists its devices."""
         import torch
 
         uuids = self.device_uuids() if torch.cuda.is_initialized() else ()
@@ -148,8 +149,8 @@ class Cuda:
     def why_not_shared(self, index: int) -> str:
         """See `Backend`.
 
-        A child has a context of its own. A device may allow only one, or all contexts may be
-        clients of one MPS server, which dies with any of them.
+        A child has its own context. Some devices allow only one, and with MPS all contexts may be
+        clients of one server, which dies with any of them.
         """
         mode = self.compute_mode(index)
         if mode is not ComputeMode.DEFAULT:
@@ -180,7 +181,7 @@ class Cuda:
         return Memory(int(free), int(total), int(unused))
 
     def release_unused(self, index: int) -> None:
-        """See `Backend`. While a graph is captured torch refuses, and keeps its blocks."""
+        """See `Backend`. Torch refuses during a graph capture and keeps its blocks."""
         import torch
 
         with contextlib.suppress(RuntimeError), self.relaxed_capture(), torch.cuda.device(index):
@@ -198,7 +199,7 @@ class Cuda:
             torch.cuda.synchronize()
 
     def use(self, index: int) -> str:
-        """See `Backend`. A process without torch has its launches made by Triton alone."""
+        """See `Backend`. Without torch, Triton makes all launches of the process."""
         driver = self._driver
         driver.use(index)
         if torch := sys.modules.get("torch"):
@@ -225,16 +226,14 @@ class Cuda:
         return ComputeMode.EXCLUSIVE_PROCESS if mode == _EXCLUSIVE_THREAD else ComputeMode(mode)
 
     def mps_server(self, index: int) -> str:
-        """Return the sign that contexts on a device are clients of MPS; empty without one."""
+        """Return the evidence that contexts on a device are MPS clients; empty without any."""
         control = Path(os.environ.get(_MPS_DIRECTORY) or self._mps_directory, "control")
         if _is_served(control):
             return f"its control pipe is {control}"
         return "the driver reports it" if self._attribute(MPS_ENABLED, index) else ""
 
     def device_uuids(self) -> tuple[str, ...]:
-        """Return the UUID of each device of this process in order; none where one is a MIG
-        partition.
-        """
+        """Return the UUIDs of this process's devices, in order; empty if one is a MIG partition."""
         devices, driver = range(self._driver.device_count()), self._driver
         if any(" MIG " in driver.device_name(index) for index in devices):
             return ()
@@ -278,12 +277,12 @@ def _is_served(control: Path) -> bool:
 
 
 def visible_devices(variable: str | None, uuids: Sequence[str]) -> str | None:
-    """Return the CUDA_VISIBLE_DEVICES that show a child this process's devices in order.
+    """Return the CUDA_VISIBLE_DEVICES that shows a child this process's devices in order.
 
     Args:
-        variable: its value in this process now; None where it is not set. This process may have
-            listed its devices before that was written.
-        uuids: those of this process's devices, in order; empty where it has not listed them yet.
+        variable: its current value in this process; None if unset. This process may have listed its
+            devices before the variable was set.
+        uuids: of this process's devices, in order; empty if it has not listed them yet.
     """
     partitioned = variable is not None and "MIG-" in variable  # a partition has an id of its own
     if partitioned or not uuids:

@@ -1,8 +1,8 @@
-"""The CUDA driver without torch: contexts, memory, memory made for sharing, streams, kernels.
+"""The CUDA driver without torch: contexts, memory, shareable memory, streams, kernels.
 
 Every handle and address is a Python integer. A call that fails raises `DriverError`. All calls act
-on the context that is current in this thread, which `use` and `on` set: the primary one, so that
-torch in the same process sees the same memory.
+on this thread's current context, which `use` and `on` set. It is the primary context, so torch in
+the same process sees the same memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Description(NamedTuple):
 
 
 class DriverError(BackendError):
-    """A call of the driver failed, and returned an error of this name."""
+    """A call of the driver failed with the error of this name."""
 
     def __init__(self, function: str, name: str) -> None:
         super().__init__(f"the CUDA driver failed: {function} returned {name}")
@@ -87,7 +87,7 @@ class _Access(ctypes.Structure):
 
 @functools.cache
 def load() -> Driver:
-    """Return the driver; raises `BackendError` where its library cannot be loaded."""
+    """Return the driver; raises `BackendError` if its library cannot be loaded."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
@@ -95,7 +95,7 @@ def load() -> Driver:
 
 
 def may_start() -> bool:
-    """Whether this process could initialise the driver, and nothing in it has."""
+    """Whether this process could initialise the driver but has not done so."""
     try:
         return not load().has_started()
     except BackendError:
@@ -103,9 +103,10 @@ def may_start() -> bool:
 
 
 def described_elsewhere(index: int) -> Description:
-    """Let another process describe a device: after cuInit no fork of this one could use CUDA.
+    """Return the description of a device from another process; cuInit here would break CUDA in
+    forks.
 
-    Raises `BackendError` where that process finds no such device.
+    Raises `BackendError` if that process finds no such device.
     """
     from safetune.both import elsewhere
 
@@ -121,14 +122,16 @@ def described_elsewhere(index: int) -> Description:
 
 
 class Driver:
-    """The functions used of libcuda, or of its stand-in."""
+    """The functions of libcuda that safetune uses, or their stand-ins."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
 
     def call(self, function: str, *arguments: Any, known: Collection[int] = ()) -> int:
-        """Call the driver and return its error, 0 or one of `known`; others are raised."""
+        """Call the driver and return its error code: 0 or one of `known`. Any other error is
+        raised.
+        """
         if (asked := getattr(self._library, function, None)) is None:
             raise DriverError(function, "nothing, as this driver does not have it")
         error = int(asked(*map(_wide, arguments)))
@@ -154,12 +157,12 @@ class Driver:
         return Description("cuda", name, 10 * major + minor, count, self.attribute(shared, index))
 
     def device_count(self) -> int:
-        """Return the number of devices of this process; initialises the driver."""
+        """Return the number of devices visible to this process; initialises the driver."""
         self.call("cuInit", 0)
         return self._made("cuDeviceGetCount", ctypes.c_int)
 
     def device(self, index: int) -> int:
-        """Return the handle of a device of this process; initialises the driver."""
+        """Return the handle of a device by its index in this process; initialises the driver."""
         self.call("cuInit", 0)
         return self._made("cuDeviceGet", ctypes.c_int, index)
 
@@ -170,7 +173,7 @@ class Driver:
         return value.value
 
     def l2_bytes(self, index: int) -> int:
-        """Return the size of a device's L2 cache; 0 where it is not known."""
+        """Return the size of a device's L2 cache in bytes; 0 if unknown."""
         return self.attribute(_L2_BYTES, index)
 
     def device_name(self, index: int) -> str:
@@ -186,19 +189,19 @@ class Driver:
         return bytes(found)
 
     def context(self, index: int) -> int:
-        """Return the primary context of a device, kept until the process ends."""
+        """Return the primary context of a device; it is kept until the process ends."""
         if index not in self._contexts:
             device = self.device(index)
             self._contexts[index] = self._made("cuDevicePrimaryCtxRetain", ctypes.c_void_p, device)
         return self._contexts[index]
 
     def use(self, index: int) -> None:
-        """Make the primary context of a device this thread's current one."""
+        """Make the primary context of a device current in this thread."""
         self.call("cuCtxSetCurrent", self.context(index))
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:
-        """Make the primary context of a device this thread's current one in here."""
+        """Make the primary context of a device current in this thread, for the body."""
         self.call("cuCtxPushCurrent_v2", self.context(index))
         try:
             yield
@@ -207,7 +210,9 @@ class Driver:
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Let this thread copy, allocate and free in here while another one captures a graph."""
+        """Let this thread copy, allocate and free in the body while another thread captures a
+        graph.
+        """
         mode = ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED))
         exchange = functools.partial(self.call, "cuThreadExchangeStreamCaptureMode", mode)
         if exchange(known=NO_CONTEXT):
@@ -220,13 +225,13 @@ class Driver:
                 exchange()
 
     def synchronize(self) -> None:
-        """Wait for everything in the current context; raises the error of an earlier launch."""
+        """Wait for all work in the current context; raises the error of an earlier launch."""
         self.call("cuCtxSynchronize")
 
     # Memory
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes of the current device that are free, and all."""
+        """Return the free and the total bytes of the current device."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
@@ -248,15 +253,17 @@ class Driver:
         self.call("cuMemFreeHost", address)
 
     def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
-        """Queue a copy between memory of the device and pinned memory."""
+        """Queue a copy between device memory and pinned memory."""
         self.call("cuMemcpyAsync", target, source, size, stream)
 
     def copy_in(self, target: int, source: int, size: int) -> None:
-        """Queue a copy from host memory, which was read on return unless it is pinned."""
+        """Queue a copy from host memory. Unless the memory is pinned, it has been read on
+        return.
+        """
         self.call("cuMemcpyHtoDAsync_v2", target, source, size, 0)
 
     def read(self, address: int, size: int) -> bytes:
-        """Return bytes of a device, once everything before on the default stream is done."""
+        """Return bytes of a device, after all earlier work on the default stream."""
         host = ctypes.create_string_buffer(size)
         self.call("cuMemcpyDtoH_v2", ctypes.addressof(host), address, size)
         return host.raw
@@ -272,37 +279,37 @@ class Driver:
     # Memory made for sharing
 
     def can_share(self, index: int) -> bool:
-        """Whether memory of a device can be handed to another process by a descriptor."""
+        """Whether another process can map memory of a device through a file descriptor."""
         wanted = (_VIRTUAL_MEMORY, _FILE_DESCRIPTORS)
         return all(self.attribute(attribute, index, known={1}) for attribute in wanted)
 
     def granularity(self, index: int) -> int:
-        """Return the granularity of the sizes for `create` and `map`."""
+        """Return the granularity of sizes for `create` and `map`."""
         wanted = ctypes.byref(_shareable(index))
         return self._made("cuMemGetAllocationGranularity", ctypes.c_size_t, wanted, 0)
 
     def create(self, size: int, index: int) -> int:
-        """Return a handle of new memory that can be exported; it has no address yet."""
+        """Return a handle of new exportable memory, which has no address yet."""
         wanted = ctypes.byref(_shareable(index))
         return self._made("cuMemCreate", ctypes.c_uint64, size, wanted, 0)
 
     def export(self, handle: int) -> int:
-        """Return a file descriptor of the memory, for another process to import."""
+        """Return a file descriptor through which another process can import the memory."""
         fd = self._made("cuMemExportToShareableHandle", ctypes.c_int, handle, _POSIX_DESCRIPTOR, 0)
         os.set_inheritable(fd, False)
         return fd
 
     def import_(self, fd: int) -> int:
-        """Return a handle of the memory behind a descriptor, which stays open."""
+        """Return a handle of the memory behind a descriptor; the descriptor stays open."""
         function = "cuMemImportFromShareableHandle"
         return self._made(function, ctypes.c_uint64, fd, _POSIX_DESCRIPTOR)
 
     def release(self, handle: int) -> None:
-        """Give a handle back; the memory stays as long as something maps it."""
+        """Release a handle; the memory lives as long as it is mapped anywhere."""
         self.call("cuMemRelease", handle)
 
     def map(self, handle: int, size: int, index: int, writable: bool = True) -> int:
-        """Return an address of the memory behind a handle, for launches on a device."""
+        """Map the memory behind a handle for launches on a device; return its address."""
         address = self._made("cuMemAddressReserve", ctypes.c_uint64, size, 0, 0, 0)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.call, "cuMemAddressFree", address, size)
@@ -322,20 +329,20 @@ class Driver:
     # Streams and events
 
     def stream(self, index: int) -> int:
-        """Return a new stream of a device, which does not wait for the default one."""
+        """Return a new stream of a device that does not wait for the default stream."""
         with self.on(index):  # this thread may not have a context yet
             return self._made("cuStreamCreate", ctypes.c_void_p, _NON_BLOCKING)
 
     def wait(self, stream: int) -> None:
-        """Wait for all that is queued on a stream."""
+        """Wait for all work queued on a stream."""
         self.call("cuStreamSynchronize", stream)
 
     def drop_stream(self, stream: int) -> None:
-        """Destroy what `stream` has returned."""
+        """Destroy a stream from `stream`."""
         self.call("cuStreamDestroy_v2", stream)
 
     def event(self) -> int:
-        """Return a new event, which can be timed."""
+        """Return a new event with timing enabled."""
         return self._made("cuEventCreate", ctypes.c_void_p, 0)
 
     def record(self, event: int) -> None:
@@ -343,11 +350,11 @@ class Driver:
         self.call("cuEventRecord", event, 0)
 
     def has_happened(self, event: int) -> bool:
-        """Whether the device has got to an event; waits for nothing."""
+        """Whether the device has reached an event; does not wait."""
         return not self.call("cuEventQuery", event, known={_NOT_READY})
 
     def elapsed_ms(self, start: int, end: int) -> float:
-        """Return the time between two events that have taken place."""
+        """Return the time between two events that have completed."""
         value = ctypes.c_float()
         self.call("cuEventElapsedTime", ctypes.byref(value), start, end)
         return value.value
@@ -359,9 +366,9 @@ class Driver:
     # Graphs
 
     def capture(self, stream: int, queue: Callable[[], object]) -> int:
-        """Return a graph of what `queue` puts on a stream, which is not the default one.
+        """Return a graph of the work that `queue` puts on a stream other than the default one.
 
-        Other threads may do what they like meanwhile.
+        Other threads are unrestricted meanwhile.
         """
         self.call("cuStreamBeginCapture_v2", stream, _CAPTURE_THREAD_LOCAL)
         try:
@@ -382,11 +389,11 @@ class Driver:
         return graph.value or 0
 
     def replay(self, graph: int) -> None:
-        """Queue all that is in a graph, after what is queued on the default stream already."""
+        """Queue a graph's work, after the work already queued on the default stream."""
         self.call("cuGraphLaunch", graph, 0)
 
     def drop_graph(self, graph: int) -> None:
-        """Destroy what `capture` has returned."""
+        """Destroy a graph from `capture`."""
         self.call("cuGraphExecDestroy", graph)
 
     # Kernels
@@ -408,7 +415,7 @@ class Driver:
         shared: int = 0,
         stream: int = 0,
     ) -> None:
-        """Launch a kernel whose parameters all have 8 bytes: addresses, int64 and double."""
+        """Launch a kernel whose parameters are all 8 bytes wide: addresses, int64 and double."""
         values = [
             ctypes.c_double(argument) if isinstance(argument, float) else ctypes.c_uint64(argument)
             for argument in arguments

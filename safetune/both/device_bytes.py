@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """The elements of a tensor, by their numbers; strides count elements, of `width` bytes."""
+    """The elements of a tensor by index; strides count elements of `width` bytes."""
 
     address: int
     width: int
@@ -57,7 +57,7 @@ class View:
 
     @classmethod
     def of(cls, address: int, width: int, shape: Sequence[int], stride: Sequence[int]) -> View:
-        """Return the elements of a tensor in their order; dimensions that follow on are merged."""
+        """Return the elements of a tensor in order; contiguous dimensions are merged."""
         dims: list[tuple[int, int]] = []
         for size, step in zip(reversed(shape), reversed(stride), strict=True):
             if size == 1:
@@ -90,10 +90,10 @@ def _kernels() -> dict[str, _Kernel]:
 
 
 class DeviceBytes:
-    """What is done with bytes of one device, in its primary context.
+    """Operations on the bytes of one device, in its primary context.
 
     Args:
-        name: of the device, as torch has it.
+        name: the device's name in torch.
     """
 
     def __init__(self, driver: Driver, index: int, name: str) -> None:
@@ -108,35 +108,35 @@ class DeviceBytes:
         return self.allocate(8 * _SLOTS)
 
     def l2_bytes(self) -> int:
-        """Return the size of the device's L2 cache; 0 where it is not known."""
+        """Return the size of the device's L2 cache in bytes; 0 if unknown."""
         return self.driver.l2_bytes(self._index)
 
     def allocate(self, size: int) -> DeviceMemory:
-        """Return new memory; raises `MemoryError` where the device has not as much left."""
+        """Return new memory; raises `MemoryError` if the device has too little left."""
         return DeviceMemory(self.driver, self._index, size)
 
     def allocate_anywhere(self, size: int) -> DeviceMemory:
-        """Return new memory: on the device, or pinned memory of the host if that is full."""
+        """Return new device memory, or pinned host memory if the device is full."""
         try:
             return self.allocate(size)
         except MemoryError:
             return self.allocate_pinned(size)
 
     def allocate_pinned(self, size: int) -> DeviceMemory:
-        """Return new pinned memory of the host."""
+        """Return new pinned host memory."""
         return DeviceMemory(self.driver, self._index, size, pinned=True)
 
     def share(self, size: int) -> SharedMemory:
         """Return memory that another process can map.
 
-        Raises `DriverError` where the device cannot do that, or has not as much left.
+        Raises `DriverError` if the device cannot share memory or has too little left.
         """
         if not self.driver.can_share(self._index):
             raise DriverError("cuDeviceGetAttribute", "no support of shared memory")
         return SharedMemory(self.driver, self._index, size)
 
     def mapped(self, fd: int, size: int) -> MappedMemory:
-        """Return the memory behind a descriptor that another process has passed; see `share`."""
+        """Return the memory behind a descriptor from another process; see `share`."""
         return MappedMemory(self.driver, self._index, fd, size)
 
     def tensor(self, memory: DeviceMemory, run: Run) -> torch.Tensor:
@@ -153,34 +153,34 @@ class DeviceBytes:
         return whole[begin : begin + run.size]
 
     def copy(self, target: int, source: int, size: int, stream: int = 0) -> None:
-        """Copy bytes between memory of the device and pinned memory."""
+        """Copy bytes between device memory and pinned memory."""
         if size:
             with self.driver.on(self._index):
                 self.driver.copy(target, source, size, stream)
 
     def stream(self) -> int:
-        """Return a new stream, which does not wait for the default one."""
+        """Return a new stream that does not wait for the default stream."""
         return self.driver.stream(self._index)
 
     def wait(self, stream: int) -> None:
-        """Wait for what is queued on a stream."""
+        """Wait for the work queued on a stream."""
         with self.driver.on(self._index):
             self.driver.wait(stream)
 
     def load(self, target: int, source: int, size: int) -> None:
-        """Copy bytes from pageable memory of the host."""
+        """Copy bytes from pageable host memory."""
         if size:
             with self.driver.on(self._index):
                 self.driver.copy_in(target, source, size)
 
     def unload(self, target: int, source: int, size: int) -> None:
-        """Copy bytes to pageable memory of the host."""
+        """Copy bytes to pageable host memory."""
         if size:
             with self.driver.on(self._index):
                 self.driver.call("cuMemcpyDtoH_v2", target, source, size)
 
     def has_room(self, size: int) -> bool:
-        """Whether this leaves the device with enough for what a launch may ask for."""
+        """Whether an allocation of `size` bytes leaves enough room for a launch's own needs."""
         with self.driver.on(self._index):
             return self.driver.memory()[0] >= size + _MARGIN
 
@@ -191,25 +191,27 @@ class DeviceBytes:
                 self.driver.fill(run.address, value, run.size)
 
     def read(self, address: int, size: int) -> bytes:
-        """Return bytes."""
+        """Return `size` bytes at an address."""
         with self.driver.on(self._index):
             return self.driver.read(address, size) if size else b""
 
     def checksums(self, runs: Sequence[Run]) -> list[int]:
-        """Return 64 bits for each run of bytes; any change of bytes or of their places shows.
+        """Return a 64-bit checksum per run; any change of the bytes or their order shows.
 
-        Runs that begin at the same place within 16 bytes can be compared.
+        Checksums are comparable if the runs start at the same offset within 16 bytes.
         """
         return self._results([("checksum", *_words(run)) for run in runs])
 
     def unlike(self, views: Sequence[tuple[View, int]]) -> list[int]:
-        """Return how many elements of each view have other bits than a value."""
+        """Return, for each view, how many elements have bits other than its value."""
         return self._results(
             [(f"unlike_{view.width}", view.count, (*self._view(view), v)) for view, v in views]
         )
 
     def beyond(self, dtype: str, mine: View, theirs: int, share: float, floor: float) -> int:
-        """Return how many floats are further apart than `share` of theirs, and than `floor`."""
+        """Return how many floats differ by more than `share` of theirs, and by more than
+        `floor`.
+        """
         pair = (mine.address, theirs, *self._view(mine)[1:])
         return self._results([(f"beyond_{dtype}", mine.count, (*pair, share, floor))])[0]
 
@@ -223,7 +225,9 @@ class DeviceBytes:
         return list(struct.unpack(f"<{count}Q", self.read(values, 8 * count)))
 
     def walk(self, run: Run) -> None:
-        """Queue one program that reads a run of bytes, and so takes about as long each time."""
+        """Queue one program that reads a run of bytes, which takes about the same time each
+        time.
+        """
         count, arguments = _words(run)
         self._launch("checksum", count, (*arguments, self._slots.address), most=1)
 
@@ -232,7 +236,7 @@ class DeviceBytes:
         self._launch(f"fill_{view.width}", view.count, (*self._view(view), value))
 
     def draw(self, dtype: str, run: Run, width: int, seed: int, limits: Sequence[float]) -> None:
-        """Set floats to normal values: `limits` are mean, deviation, lowest and highest."""
+        """Fill floats with normal values: `limits` are mean, deviation, lowest and highest."""
         count = run.size // width
         self._launch(f"draw_{dtype}", count, (run.address, count, seed, *limits))
 
@@ -242,7 +246,7 @@ class DeviceBytes:
 
     @functools.cached_property
     def side_stream(self) -> int:
-        """A stream that does not wait for the default one."""
+        """A stream that does not wait for the default stream."""
         return self.stream()
 
     def _uploaded(self, inner: tuple[tuple[int, int], ...]) -> int:

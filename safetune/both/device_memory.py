@@ -1,4 +1,4 @@
-"""Memory of a device: of this process alone, shared with another one, or mapped from one."""
+"""Device memory: private to this process, shared with another, or mapped from another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetune.both.cuda_driver import Driver, DriverError
 
 
 class Bytes:
-    """`size` bytes of a device, as torch takes them from other libraries."""
+    """`size` bytes of a device, in the form that torch imports from other libraries."""
 
     def __init__(self, address: int, size: int) -> None:
         self.address, self.size = address, size
@@ -25,10 +25,10 @@ class Bytes:
 
 
 class DeviceMemory(Bytes):
-    """Memory of one device that nothing else uses; it is freed with this object.
+    """Memory of one device with a single user; it is freed with this object.
 
     Args:
-        pinned: memory of the host instead, which the device copies as fast as the bus is.
+        pinned: allocate pinned host memory instead, which the device copies at bus speed.
     """
 
     def __init__(self, driver: Driver, index: int, size: int, pinned: bool = False) -> None:
@@ -55,8 +55,8 @@ _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 class SharedMemory:
     """Memory of one device that other processes can map by a descriptor, until it is closed.
 
-    It has an address in this process while it is `open`; no other process can reach any other
-    memory of this one through it.
+    It has an address in this process while it is `open`. Other processes can reach none of this
+    process's other memory through it.
     """
 
     def __init__(self, driver: Driver, index: int, size: int) -> None:
@@ -74,7 +74,7 @@ class SharedMemory:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[int]:
-        """Yield its address in here."""
+        """Yield its address, which is valid in the body."""
         with self._driver.on(self._index):
             address = self._driver.map(self._handle, self.size, self._index)
             try:
@@ -102,7 +102,7 @@ forks.register("tuning", after_in_child=_forget)
 
 
 class MappedMemory(Bytes):
-    """Memory that another process shares, mapped so that nothing here can write to it."""
+    """Memory of another process, mapped read-only."""
 
     pinned = False
 

@@ -1,4 +1,4 @@
-"""A question to a process of its own: a broken device may keep that from ever ending."""
+"""Asks a separate process a question that may never return on a broken device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _LEAVE = "import sys\nsys.path[:] = [*{first}, *filter(None, sys.path), {root!r}
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return the command of a Python program that finds safetune, and for which `sys` is imported.
+    """Return the command of a Python program that can import safetune; `sys` is imported already.
 
-    It imports nothing from the working directory, unless `python -m` found this safetune there.
+    The program imports nothing from the working directory, unless `python -m` found this safetune
+    there.
     """
     root = str(Path(__file__).parents[2])
     first = sys.path[:1] if sys.path[:1] == [root] else []
@@ -29,10 +30,10 @@ def python(code: str, *arguments: str) -> list[str]:
 def ask(
     command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, without input.
+    """Run a command without input.
 
-    Raises `OSError` where it cannot be started, and `TimeoutError`, which is one, where it takes
-    longer. No more is waited for then: a signal does not end a process that waits in the kernel.
+    Raises `OSError` if it cannot be started, and `TimeoutError`, a subclass, if it exceeds the
+    limit. It is then abandoned: a signal does not end a process that waits in the kernel.
     """
     process = subprocess.Popen(
         command,

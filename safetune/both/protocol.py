@@ -1,9 +1,9 @@
 """The protocol between a parent and its children.
 
-A frame on the private pipe is a JSON header and an optional block of bytes, both with their length
-in front, and may carry file descriptors. A job goes to a child as a pickle: the child trusts the
-parent as it trusts its own code. An answer comes back as JSON and is never unpickled, because a
-candidate config has had control of that process.
+A frame on the private pipe is a JSON header and an optional block of bytes, each preceded by its
+length, and may carry file descriptors. A job goes to a child as a pickle: the child trusts the
+parent like its own code. An answer comes back as JSON and is never unpickled, because a candidate
+config has had control of that process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_FDS = 32
 
 
 class WireError(Exception):
-    """The base of what `send` and `receive` raise; nothing that a program raises is one."""
+    """The base of the errors of `send` and `receive`; no user program raises one."""
 
 
 class Closed(WireError):
@@ -64,7 +64,7 @@ class Stalled(WireError):
 
 
 class ProtocolError(WireError):
-    """What arrived is not a frame, or not an answer."""
+    """The received bytes are not a frame, or not an answer."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,11 @@ class Budget:
     """How much to measure.
 
     Attributes:
-        least, most: launches, if the config is not given up for one whose median is `best_ms`.
+        least, most: launches, unless the config is dropped as slower than one with the median
+            `best_ms`.
         time_ms: kernel time to spend on a config, beyond the least launches.
-        watch: look whether other work is on the device now, too.
-        way: a `MeasurePolicy`; those but `events` count replays of a graph in place of launches.
+        watch: also check whether other work is on the device now.
+        way: a `MeasurePolicy`; all but `events` count graph replays, not launches.
     """
 
     least: int = 5
@@ -91,9 +92,9 @@ class Start:
     """Take over the parent's environment.
 
     Attributes:
-        knobs: Triton's knobs that were set in code, by group.
-        backend_hashes, files_hash: see `triton_internals`; without the second a child computes it.
-        memory_bytes: what the child, and each process that it starts, may allocate; 0: no limit.
+        knobs: the Triton knobs set in code, by group.
+        backend_hashes, files_hash: see `triton_internals`; a child computes a missing `files_hash`.
+        memory_bytes: the limit for the child and for each process that it starts; 0: no limit.
         kernel: for `Compile` jobs, see `compile_spec.pack_for_compiler`.
     """
 
@@ -110,8 +111,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Rebuild a call. The descriptors are the memory file with its tensors, the file in which
-    results are kept, and the layout's shared memory.
+    """Rebuild a call. The descriptors are the memory file with its tensors, the results file, and
+    the layout's shared memory.
     """
 
     packed: bytes  # the call and its configs
@@ -125,15 +126,15 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Specify:
-    """Answer with the bytes that a compiler needs for a config."""
+    """Answer with the compiler's input for a config, as bytes."""
 
     config: int
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Run and time a config. With `groups`, its result is compared with theirs, too; without a
-    budget, that is all.
+    """Run and time a config. With `groups`, also compare its result with theirs; without a budget,
+    do not time it.
     """
 
     config: int
@@ -143,7 +144,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Launch a config a few times more, for this long if it is quick."""
+    """Launch a config a few more times, for this long if it is quick."""
 
     config: int
     time_ms: float
@@ -158,9 +159,9 @@ class Bits:
 
 @dataclass(frozen=True)
 class Compile:
-    """Compile a config from what `Specify` answers with.
+    """Compile a config from the answer to `Specify`.
 
-    `most_shared`: see `triton_compile.compiled_binary`. `launcher`: build that, too.
+    `most_shared`: see `triton_compile.compiled_binary`. `launcher`: also build the launcher.
     """
 
     spec: bytes
@@ -170,7 +171,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Release:
-    """Forget the call or kernel, and exit if no job comes for `IDLE_EXIT_S`."""
+    """Forget the call or kernel; exit if no job arrives within `IDLE_EXIT_S`."""
 
 
 OfCall = Specify | Measure | Repeat | Bits
@@ -179,7 +180,7 @@ Job = Start | Prepare | OfCall | Compile | Release
 
 @dataclass(frozen=True)
 class Answer:
-    """What a child says to one job."""
+    """A child's answer to one job."""
 
     outcome: Outcome  # ok, or what went wrong
     report: OutputReport | None = None  # of a `Measure` with groups, if the outcome is ok
@@ -211,7 +212,7 @@ def answer_of(header: dict[str, Any], number: int) -> Answer:
     """Return the answer in a header that a child sent.
 
     Raises:
-        ProtocolError: it is anything but an answer to the job of this number.
+        ProtocolError: it is not an answer to job `number`.
     """
     import msgspec  # children do without it
 
@@ -229,7 +230,7 @@ def answer_of(header: dict[str, Any], number: int) -> Answer:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a child that leads its own process group, and all that it started."""
+    """SIGKILL a child that leads its own process group, and all processes in it."""
     for kill in (os.killpg, os.kill):  # by pid too: it may not have left our group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -252,7 +253,7 @@ def send(
 ) -> None:
     """Send one frame; raises `Closed` and `Stalled`.
 
-    `fds` are passed along and stay open here.
+    `fds` are sent along and stay open here.
     """
     text = json.dumps(header).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -278,12 +279,12 @@ def receive(
     """Return the next frame's header, bytes and file descriptors.
 
     Args:
-        ended: a pidfd of the sender: a copy that it forked may hold the pipe open after its end.
-        meanwhile: called every `SIGNAL_S` seconds of a wait.
+        ended: a pidfd of the sender: a process that it forked may keep the pipe open after it ends.
+        meanwhile: called every `SIGNAL_S` seconds while waiting.
 
     Raises:
-        Closed: the other end closed before a frame began, or ended.
-        Stalled: no whole frame within `timeout_s`.
+        Closed: the other end closed before a frame began, or exited.
+        Stalled: no complete frame arrived within `timeout_s`.
         ProtocolError: the bytes are not a frame, or the other end closed in the middle of one.
     """
     ready = _Ready(sock, select.POLLIN, timeout_s, ended, meanwhile)

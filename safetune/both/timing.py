@@ -1,7 +1,7 @@
-"""How long one launch takes: device events around the kernel alone, from a cold L2.
+"""The time of one launch: device events around the kernel alone, from a cold L2.
 
-Hooks and restores run between the timed spans, never inside one. In the interpreter there is no
-device, so the wall clock is read instead.
+Hooks and restores run between the timed spans, never inside one. The interpreter has no device, so
+it uses the wall clock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class InvalidTime(Exception):
 
 
 class Sample(NamedTuple):
-    """The time of one launch, in which the device may have waited for the host."""
+    """The time of one launch; the device may have waited for the host during it."""
 
     ms: float
     waited_ms: float = 0.0  # at most
 
     @property
     def is_clean(self) -> bool:
-        """Whether the host was not in the way."""
+        """Whether the device never waited for the host."""
         return self.waited_ms <= _HARMLESS * self.ms
 
 
@@ -85,7 +85,7 @@ def _at_least(samples: Sequence[Sample]) -> float:
 
 
 def summarize(samples: Sequence[float], stage: str) -> Timing:
-    """Return the median, 20th and 80th percentile of some times in milliseconds."""
+    """Return the median and the 20th and 80th percentiles of times in milliseconds."""
     ordered = sorted(samples)
     _check(ordered[0])
     _check(ordered[-1])
@@ -99,7 +99,7 @@ def summarize(samples: Sequence[float], stage: str) -> Timing:
 
 
 def from_do_bench(result: Any) -> Timing:
-    """Return the timing in the result of a user's `do_bench(call, quantiles=(0.5, 0.2, 0.8))`."""
+    """Return the timing from a user's `do_bench(call, quantiles=(0.5, 0.2, 0.8))`."""
     values = list(result) if isinstance(result, (list, tuple)) else [result]
     numbers = [float(value) for value in values]
     median = numbers[0]
@@ -114,10 +114,10 @@ def _check(milliseconds: float) -> None:
 
 
 class Timer:
-    """The wall clock, for the interpreter: one launch is slow enough for it.
+    """The wall clock, for the interpreter, whose launches are slow enough for it.
 
     Args:
-        long_ms: two launches are enough once they have taken this long together. Their times say
+        long_ms: two launches suffice once they have taken this long together. Their times say
             nothing about a GPU.
     """
 
@@ -136,11 +136,11 @@ class Timer:
         return [*map(Sample, times)]
 
     def is_busy(self) -> bool:
-        """Whether other work is on the device now; the clock of the host does not show that."""
+        """Whether other work is on the device now; the host's clock cannot tell."""
         return False
 
     def disturb(self) -> None:
-        """Have the device work on something else beside the next launch; there is no device."""
+        """Give the device other work during the next launch; here there is no device."""
 
     def synchronize(self) -> None:
-        """Wait until every launch is done."""
+        """Wait until all launches are done."""

@@ -1,9 +1,9 @@
 """The child's copies of the caller's tensors: same bits, shapes, strides, alignment and aliasing.
 
-They are made from what the parent has copied (see `snapshot`), in memory of the child's own, each
-storage between two guard bands. A checksum finds what a launch has written, so only that is put
-back. The caller's bits come from the device memory that the parent shares, which nothing here can
-write to; or from a memory file, and then what has been written is kept twice.
+The child makes them from the parent's copies (see `snapshot`) in its own memory, each storage
+between two guard bands. Checksums show what a launch has written, so only that is restored. The
+caller's bits come from device memory that the parent shares read-only, or from a memory file; in
+that case the child keeps a second copy of what is written.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ _CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class Copy:
-    """A run of bytes in memory that it keeps."""
+    """A run of bytes in memory that this object owns."""
 
     memory: Any
     run: Run
 
     @classmethod
     def like(cls, spec: BlockSpec, allocate: Callable[[int], Any], guard: int = 0) -> Copy:
-        """Return memory for a block's bytes, aligned alike, with room around them."""
+        """Return memory for a block's bytes with the same alignment and a guard around it."""
         held = allocate(spec.size + 2 * guard + ALIGNMENT)
         start = guard + (spec.misalignment - held.address - guard) % ALIGNMENT
         return cls(held, Run(held.address + start, spec.size))
 
 
 class Block:
-    """One storage, or several that overlap: its live bytes, and how to restore the caller's."""
+    """One storage, or several that overlap: its live bytes, and how to restore the caller's
+    bits.
+    """
 
     def __init__(self, spec: BlockSpec, file: Run, shared: Sequence[Any]) -> None:
         guard = min(max(_MIN_GUARD, spec.size // 16), _MAX_GUARD)
@@ -83,11 +85,13 @@ class Block:
         self.restore()
 
     def restore(self) -> None:
-        """Put the caller's bits back."""
+        """Restore the caller's bits."""
         self._fill(self.live)
 
     def keep_pristine(self) -> None:
-        """Keep the caller's bits: on the device as far as there is room, and pinned beyond that."""
+        """Keep a copy of the caller's bits: on the device while there is room, then in pinned
+        memory.
+        """
         self.written = True
         size = self.spec.size
         if self.spec.device == memory.HOST or self.spec.is_pinned or self._kept == size:
@@ -111,17 +115,17 @@ class Block:
         return self._pieces[0] if whole else self._fill(self.another())
 
     def another(self) -> Copy:
-        """Return memory for as many bytes, aligned alike: on the device, or pinned memory."""
+        """Return memory of the same size and alignment: on the device, or pinned."""
         return Copy.like(self.spec, self.bytes.allocate_anywhere)
 
     def save(self) -> Copy:
-        """Return a copy of what the block holds."""
+        """Return a copy of the block's present content."""
         copy = self.another()
         self.bytes.copy(copy.run.address, *self.live.run)
         return copy
 
     def exchange(self, copy: Copy) -> None:
-        """Have the block hold what a copy holds, and the copy what the block held."""
+        """Swap the contents of the block and a copy."""
         chunk = self.bytes.allocate_anywhere(min(_CHUNK, self.spec.size))
         live, other = self.live.run.address, copy.run.address
         for begin in range(0, self.spec.size, _CHUNK):
@@ -148,7 +152,7 @@ class Block:
         self.put(target, source, begin)
 
     def put(self, target: Copy, source: int, begin: int = 0) -> None:
-        """Fill a copy from `begin` on, from pageable memory of the host."""
+        """Fill a copy from pageable host memory, starting at `begin`."""
         address, size = target.run.address + begin, target.run.size - begin
         if target.memory.pinned:
             self.bytes.wait(0)  # a kernel may still write to it
@@ -158,7 +162,7 @@ class Block:
 
 
 class Arguments:
-    """The tensors of a call, which can be put back to the caller's bits."""
+    """The tensors of a call, which can be restored to the caller's bits."""
 
     def __init__(self, layout: Layout, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -183,7 +187,7 @@ class Arguments:
         return [self.tensor(self.blocks[v.block].live, i) for i, v in enumerate(self.views)]
 
     def tensor(self, held: Copy, index: int) -> Any:
-        """Return the tensor of this number, over a copy of its block."""
+        """Return tensor `index` over a copy of its block."""
         from safetune.inputs import spans
 
         view = self.views[index]
@@ -191,16 +195,16 @@ class Arguments:
         return spans.view_of(block.bytes.tensor(held.memory, held.run), view)
 
     def elements(self, index: int, held: Copy | None = None) -> View:
-        """Return where the elements of a tensor are, in its block or in a copy of that."""
+        """Return the elements of a tensor in its block, or in a copy of the block."""
         view = self.views[index]
         start = (held or self.blocks[view.block].live).run.address
         address = start + view.byte_offset
         return View.of(address, itemsize(view.dtype), view.shape, view.stride)
 
     def restore(self) -> None:
-        """Put every byte back to what the caller had when tuning began.
+        """Restore every byte to the caller's value when tuning began.
 
-        `sums` are then those of what was there before.
+        `sums` then has the checksums from before the restore.
         """
         if not self._known:
             self.find_written()
@@ -210,7 +214,7 @@ class Arguments:
         self._known = False
 
     def find_written(self) -> list[int]:
-        """Return the blocks that something has written since the beginning."""
+        """Return the blocks that have been written since the beginning."""
         self.sums = self.checksums()
         for block, now, pristine in zip(self.blocks, self.sums, self.pristine_sums, strict=True):
             if now != pristine and not block.written:
@@ -220,9 +224,9 @@ class Arguments:
 
     @contextlib.contextmanager
     def set_aside(self, wanted: Iterable[int]) -> Iterator[dict[int, Copy]]:
-        """Begin in here with the caller's bits; what the blocks hold is put back at the end.
+        """Run the body on the caller's bits; restore the blocks' content at the end.
 
-        What the wanted ones hold by then is in the yielded dictionary afterwards.
+        Afterwards, the yielded dictionary has the wanted blocks as the body left them.
         """
         sums, found = self.sums, dict[int, Copy]()
         kept = {i: block.save() for i, block in enumerate(self.blocks) if block.written}
@@ -239,8 +243,8 @@ class Arguments:
         self.sums, self._known = sums, True
 
     def redraw(self, blocks: Iterable[int], seed: int) -> None:
-        """Scale the values of those of these blocks that hold floats alone, each by a factor of its
-        own. `put_back` is to follow before anything else is asked of them.
+        """Multiply each of these blocks that holds only floats by its own random factors. Call
+        `put_back` before any other method that uses the blocks.
         """
         from safetune.inputs import random_inputs
 
@@ -253,13 +257,13 @@ class Arguments:
                 random_inputs.scale(values, random_inputs.real_dtype(views[0].dtype), number)
 
     def put_back(self, blocks: Iterable[int]) -> None:
-        """Put the caller's bits back into these blocks; they do not count as written."""
+        """Restore the caller's bits in these blocks, which then do not count as written."""
         for index in blocks:
             self.blocks[index].restore()
         self._known = False
 
     def poison(self, tensors: Iterable[int]) -> None:
-        """Overwrite these tensors."""
+        """Overwrite these tensors with poison."""
         self._known = False
         for index in tensors:
             self.where(index).fill(self.elements(index), poison_of(self.views[index].dtype))
@@ -283,9 +287,9 @@ class Arguments:
         return list(itertools.compress(sides, touched))
 
     def unowned(self) -> list[int]:
-        """Return the written blocks in which bytes have changed that no tensor covers.
+        """Return the written blocks with changed bytes that no tensor covers.
 
-        What tensors cover is overwritten where some bytes are not covered.
+        If there are uncovered bytes, overwrites the covered ones.
         """
         written = [index for index, block in enumerate(self.blocks) if block.written]
         return [index for index in written if self._gap_changed(index)]
@@ -310,7 +314,7 @@ class Arguments:
         return view.is_dense() and size == self.blocks[view.block].spec.size
 
     def where(self, index: int) -> Any:
-        """Return what works on the bytes of a tensor."""
+        """Return the byte operations for a tensor's memory."""
         return self.blocks[self.views[index].block].bytes
 
     def _unlike(self, where: Any, tensors: Sequence[int]) -> list[int]:
@@ -318,7 +322,7 @@ class Arguments:
         return where.unlike(list(zip(map(self.elements, tensors), poisons, strict=True)))
 
     def checksums(self) -> list[int]:
-        """Return the checksum of what each block holds now."""
+        """Return the checksum of each block's present content."""
         runs = [(index, block.live.run) for index, block in enumerate(self.blocks)]
         return self._on_each(runs, lambda where, some: where.checksums(some))
 
@@ -343,7 +347,7 @@ def _narrow(view: View) -> View:
 
 
 def poison_of(dtype: str) -> int:
-    """Return the bits of an element that no launch has written."""
+    """Return the poison of a dtype: the bits of an element that no launch has written."""
     if dtype not in FLOATS:
         return int.from_bytes(bytes([_POISON_BYTE] * itemsize(dtype)), "little")
     return _POISON[dtype]

@@ -1,6 +1,6 @@
-"""How do two tensors differ, given that configs may add in another order?
+"""Compares two tensors, given that configs may sum in different orders.
 
-Every function works in slices, so that comparing takes little memory beside the tensors.
+All functions work in slices, so that a comparison needs little extra memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.int8)
 
 
 def typical_size(tensor: torch.Tensor) -> float:
-    """Return the median magnitude of the finite elements that are not 0; 0 without any.
+    """Return the median magnitude of the finite nonzero elements; 0 if there are none.
 
-    Unlike a mean it is the same whether or not one element is huge.
+    Unlike a mean, it does not change with one huge element.
     """
     return float(_median(_picked(tensor, tolerance.SAMPLES), 0).item()) if tensor.numel() else 0.0
 
@@ -39,7 +39,7 @@ def typical_size(tensor: torch.Tensor) -> float:
 def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
     """Return the largest difference between elements of two tensors of the same shape.
 
-    Infinite where one of them is NaN or infinite and the other is not equal to it.
+    Infinite if one element is NaN or infinite and the other does not equal it.
     """
     largest = 0.0
     for a, b in _pairs(one, other, slice_size):
@@ -55,15 +55,7 @@ def difference(
     hole: int | None = None,
     slice_size: int = _SLICE,
 ) -> Difference:
-    """Return how two tensors of the same shape differ beyond what rounding explains.
-
-    Args:
-        theirs: may be on another device.
-        noise: a difference that never counts, see `tolerance.rounding`.
-        any_order: the same values in another order are the same result: an atomic counter hands
-            out slots in the order in which programs come.
-        hole: the integer where nothing was written; in floats it is NaN.
-    """
+    """Return the difference of two tensors of the same shape beyond rounding."""
     found = _difference(mine, theirs, noise, hole, slice_size)
     if not (any_order and found.elements and mine.numel() <= slice_size):
         return found

@@ -1,4 +1,4 @@
-"""The device of launches in a measuring child: times and scratch memory."""
+"""The device in a measuring child: timing and scratch memory."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WALKED_BYTES, _WALKS, _CUT_IN = 2 << 20, 10, 2.0
 
 
 class DeviceTimer(Timer):
-    """Events of the driver on the default stream, with the L2 cache flushed before each launch.
+    """Driver events on the default stream, with the L2 cache flushed before each launch.
 
-    The flush is queued in front of the first event, so the launch is queued behind it by the time
-    the device gets there, and Python's own time stays out of the span. Where the device was there
-    first, because something held this process up, the sample says for how long at most it waited.
+    The flush is queued before the first event, so the launch is queued by the time the device gets
+    there, and Python's own time stays out of the span. If the device got there first, because this
+    process was delayed, the sample has an upper bound of its wait.
     """
 
     def __init__(self, where: DeviceBytes, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -66,10 +66,10 @@ class DeviceTimer(Timer):
         return self._spans(launch, prepare, done, count)
 
     def replays(self, replay: Launch, launches: int, count: int) -> list[Sample]:
-        """Return the times of one launch, from `count` replays of a graph of some launches.
+        """Return per-launch times from `count` replays of a graph with several launches.
 
-        Another replay, untimed, is queued in front of each: it brings caches to the state that they
-        are in within a replay, and the device is busy with it until the timed one is queued.
+        An untimed replay precedes each: it brings caches into the state within a replay, and keeps
+        the device busy until the timed replay is queued.
         """
         spans = self._spans(replay, replay, lambda is_late, took_s: None, count)
         return [Sample(span.ms / launches, span.waited_ms / launches) for span in spans]
@@ -102,9 +102,9 @@ class DeviceTimer(Timer):
     def is_busy(self) -> bool:
         """Whether other work is on the device now.
 
-        A device runs the work of one process at a time, each for a millisecond or more. So of
-        launches in a row that take a fifth of that, and are all alike, some take much longer, or
-        begin much later.
+        A device serves one process at a time, in slices of a millisecond or more. If it serves
+        others too, some of many equal launches, each a fifth of that long, take much longer or
+        start much later.
         """
         if self._walked is None:
             self._walked = self._where.allocate(_WALKED_BYTES)
@@ -131,15 +131,15 @@ class DeviceTimer(Timer):
             self._flushes, self._in_a_row = min(max(flushes, 1), _MOST_FLUSHES), 0
 
     def disturb(self) -> None:
-        """Overwrite memory on another stream, beside the next launch: programs come in another
-        order then, and races that an idle device hides show.
+        """Overwrite memory on another stream during the next launch: the programs then run in
+        another order, which exposes races that an idle device hides.
         """
         words, beside = self._flushed.size // 4, self._where.side_stream
         for _ in range(_MOST_FLUSHES):
             self._driver.fill(self._flushed.address, 0, words, width=4, stream=beside)
 
     def synchronize(self) -> None:
-        """Wait until every launch is done; raises what a launch has done to the context."""
+        """Wait until all launches are done; raises their errors in the context."""
         self._driver.synchronize()
 
     def __del__(self) -> None:
@@ -156,8 +156,8 @@ def _flushed_bytes(cache: int) -> int:
 
 
 class Scratch:
-    """The memory that Triton asks for at a launch; launches follow each other on one stream, so all
-    of a kind get the same.
+    """The scratch memory that Triton requests at a launch. Launches run in order on one stream, so
+    all of a kind share it.
     """
 
     def __init__(self, where: DeviceBytes) -> None:
@@ -165,21 +165,21 @@ class Scratch:
         self.memory: Any = where.allocate(0)
 
     def allocate(self, size: int, alignment: int, stream: int | None) -> int:
-        """Return an address; an allocator as Triton defines them."""
+        """Return an address of scratch memory; an allocator in Triton's sense."""
         if self.memory.size < size + alignment:
             self.memory = self._where.allocate(size + alignment)
         address = int(self.memory.address)
         return address + -address % alignment
 
     def allocate_zeroed(self, size: int, alignment: int, stream: int | None) -> int:
-        """Return the address of bytes that are zero, as instrumented kernels expect them."""
+        """Return the address of zeroed bytes, which instrumented kernels expect."""
         address = self.allocate(size, alignment, stream)
         self._where.set_bytes(Run(address, size), 0)
         return address
 
 
 class DeviceLaunches:
-    """Calls launches on a device, with scratch memory where they need some."""
+    """Makes launches on a device, with scratch memory for those that need it."""
 
     def __init__(self, where: DeviceBytes) -> None:
         self.scratch = Scratch(where)

@@ -1,4 +1,4 @@
-"""Exceptions of a config, turned into outcomes."""
+"""Turns exceptions of a config into outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_MESSAGE = 2000
 
 
 def of_compile(error: BaseException) -> Outcome:
-    """Return the outcome of a config whose compilation raised this."""
+    """Return the outcome of a config whose compilation raised this error."""
     from triton.runtime.errors import OutOfResources
 
     verdict = (
@@ -27,7 +27,9 @@ def of_compile(error: BaseException) -> Outcome:
 
 
 def of_launch(error: BaseException) -> Outcome:
-    """Return the outcome of a config whose launch raised this; looks if the context still works."""
+    """Return the outcome of a config whose launch raised this error; checks if the context still
+    works.
+    """
     from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -43,7 +45,7 @@ def of_launch(error: BaseException) -> Outcome:
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is short, which may pass."""
+    """Whether an exception reports a lack of memory, which may pass."""
     refused = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     return refused or isinstance(error, MemoryError)  # torch's is a RuntimeError
 

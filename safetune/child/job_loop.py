@@ -1,9 +1,9 @@
-"""A forked child: reads jobs from its pipe, does them, answers in JSON.
+"""A forked child: reads jobs from its pipe, runs them, and answers in JSON.
 
 Two kinds of child run this loop. A compile child sees no GPU, has no torch, and gets `Compile` jobs
-on the kernel that came with its `Start`. A measuring child gets a `Prepare`, which rebuilds a call,
-then `Specify`, `Measure`, `Repeat` and `Bits` jobs on its configs. An exception of a job is an
-answer; a crash or a hang is found by the parent.
+for the kernel from its `Start`. A measuring child gets a `Prepare`, which rebuilds a call, then
+`Specify`, `Measure`, `Repeat` and `Bits` jobs for its configs. An exception in a job becomes an
+answer; the parent detects crashes and hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DATA_LIMITS = resource.getrlimit(resource.RLIMIT_DATA)
 
 
 def serve(pipe: socket.socket) -> None:
-    """Do the jobs that come through `pipe`, until it closes or no job comes after a `Release`."""
+    """Run the jobs from `pipe` until it closes, or until no job follows a `Release`."""
     worker = _Worker()
     idle_ms: float | None = None
     poll = select.poll()

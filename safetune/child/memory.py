@@ -1,7 +1,7 @@
 """A child's memory, on a device or on the host, and the operations on its bytes.
 
-Both have the operations of `DeviceBytes`, on addresses. The host's are for the interpreter and for
-arguments on the CPU, and need torch.
+Both kinds have the operations of `DeviceBytes`, on addresses. Host memory serves the interpreter
+and arguments on the CPU, and needs torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _PLACE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @functools.cache
 def bytes_on(device: str) -> Any:
-    """Return the operations on bytes of a device, or of the host."""
+    """Return the byte operations for a device, or for the host."""
     kind, _, index = device.partition(":")
     return HostBytes() if kind == HOST else backend.required().bytes_of(int(index or 0))
 
 
 def mapped(device: str, fd: int, size: int) -> Any:
-    """Return the device memory behind a descriptor of the parent's, which is closed.
+    """Return the device memory behind a descriptor from the parent, and close the descriptor.
 
-    Raises `HandOverFailed` where that cannot be had.
+    Raises `HandOverFailed` if it cannot be mapped.
     """
     try:
         return bytes_on(device).mapped(fd, size)
@@ -62,7 +62,7 @@ def draw(where: Any, memory: Any, run: Run, noise: Noise) -> None:
 
 
 class HostMemory:
-    """Memory of the host that nothing else uses."""
+    """Host memory with a single user."""
 
     pinned = True
 
@@ -75,7 +75,7 @@ class HostMemory:
 
 
 class HostBytes:
-    """The operations of `DeviceBytes` on bytes of the host."""
+    """The operations of `DeviceBytes`, for bytes on the host."""
 
     name = HOST
 
@@ -85,7 +85,7 @@ class HostBytes:
     allocate_anywhere = allocate_pinned = allocate
 
     def has_room(self, size: int) -> bool:
-        """Whether there is memory for this; it is not asked for."""
+        """Whether an allocation of this size is possible; the host is assumed to have room."""
         return True
 
     def tensor(self, memory: HostMemory, run: Run) -> Any:

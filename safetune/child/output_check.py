@@ -1,10 +1,10 @@
-"""What a config's launch has done to the arguments, and whether other configs do the same.
+"""Checks what a config's launch wrote to the arguments, and whether other configs write the same.
 
-The first launch starts from the caller's bits, but where the kernel only stores: there it finds a
-value that no config leaves, so that what one leaves out differs from what others write. Its result
-is compared with those of other configs, one for each group of configs that agree (`results`). Where
-every byte is the same, the checksums say so, and nothing is compared. Launches of one config have
-to leave the same bits each time; the checksums that every `restore` takes say whether they do.
+The first launch starts from the caller's bits. Write-only arguments hold poison instead, so an
+element that a config leaves out differs from the others' results. Its result is compared with one
+result per group of agreeing configs (`results`). If the checksums show equal bytes, nothing is
+compared. Launches of one config must leave the same bits each time; the checksums of every
+`restore` show whether they do.
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ class OutOfBounds(Exception):
 
 
 class WrongResult(Exception):
-    """A launch left another result than the user's reference."""
+    """A launch produced another result than the user's reference."""
 
 
 class OutputCheck:
     """Checks the outputs of one call's launches.
 
     Args:
-        names: of the arguments, for each tensor of the call (see `call.owners_of`).
-        scratch: names of arguments that are not compared.
-        effects: what the kernel's text says of its writes.
-        launch_of: returns the launch of a config, by its number.
+        names: the arguments of each tensor of the call (see `call.owners_of`).
+        scratch: arguments that are not compared.
+        effects: the kernel's writes according to its text.
+        launch_of: returns the launch of a config number.
         fd, kept_bytes: see `Results`.
         slow_s: seconds; a config whose first launch takes longer is launched once.
 
     Attributes:
-        left: what has run since the last `restore`: a config, and how often. None where that is not
-            known.
-        varied: (config, position among the compared tensors, its name) of each tensor in which
-            launches of a config have left other bits than before.
+        left: the config that ran since the last `restore`, and how often; None if unknown.
+        varied: (config, position among the compared tensors, its name) of each tensor whose bits
+            differed between launches of one config.
     """
 
     def __init__(
@@ -99,9 +98,9 @@ class OutputCheck:
         self._overwritten = [i for i in self._compared if self._may_overwrite(views[i])]
 
     def expect(self, expected: Mapping[str, Any], what: str) -> None:
-        """Compare every later launch with these values, by argument name.
+        """Compare all later launches with these values, by argument name.
 
-        Raises `InvalidSetting`, which says of `what`, where one is not a value of its argument.
+        Raises `InvalidSetting`, naming `what`, if a value does not fit its argument.
         """
         import torch
 
@@ -124,8 +123,8 @@ class OutputCheck:
     def examine(self, groups: Sequence[Group], config: int) -> OutputReport:
         """Launch a config from the caller's bits and report what it has written.
 
-        The largest of `groups` comes first. Raises `OutOfBounds`, `WrongResult`, and what the
-        launch raises.
+        `groups` starts with the largest. Raises `OutOfBounds`, `WrongResult`, and the errors of the
+        launch.
         """
         if self._expected:
             self._run(config, lambda: None)
@@ -161,7 +160,7 @@ class OutputCheck:
     def repeat(
         self, config: int, least: int, seconds: float, disturb: Callable[[], object]
     ) -> None:
-        """Launch a config again for some time, every second time beside what `disturb` starts."""
+        """Launch a config repeatedly for some time; call `disturb` before every second launch."""
         start, launch = time.perf_counter(), self._launch_of(config)
         for count in range(_MOST_REPEATS):
             if count >= least and time.perf_counter() - start > seconds:
@@ -175,8 +174,8 @@ class OutputCheck:
         self.check_guards()
 
     def bits(self, config: int) -> tuple[int, ...]:
-        """Return the checksums of what a config leaves in the compared tensors, from the caller's
-        bits and from other float inputs, which are the same for each config.
+        """Return checksums of the compared tensors after a config ran on the caller's bits and on
+        other float inputs, which are the same for every config.
         """
         stand_ins.need_torch("drawing other inputs")
         arguments, found = self._arguments, list[int]()
@@ -200,9 +199,9 @@ class OutputCheck:
         return tuple(found)
 
     def restore(self) -> None:
-        """Put the caller's bits back; what was left is compared with what was left before.
+        """Restore the caller's bits; compare the result with that of earlier launches.
 
-        How often a config was launched matters where it reads what it has written.
+        The number of launches matters if a config reads what it has written.
         """
         self._arguments.restore()
         if self.left is None or not self._effects.repeats:
@@ -219,7 +218,7 @@ class OutputCheck:
                 self.varied.add((config, self._compared.index(index), self._names[index]))
 
     def check_guards(self) -> None:
-        """Raise `OutOfBounds` if a launch has written beside a storage."""
+        """Raise `OutOfBounds` if a launch has written outside a storage."""
         locations = [
             f"{side} the storage of {self._names_in(block)}"
             for block, side in self._arguments.breached()

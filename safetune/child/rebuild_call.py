@@ -1,7 +1,7 @@
-"""A call rebuilt in the child, its inputs copied from the caller's or made by `inputs=`.
+"""A call rebuilt in the child, with the caller's inputs or those of `inputs=`.
 
-The tensors of `inputs=` go through a memory file like the caller's, so that every config starts
-from the same bits.
+The tensors of `inputs=` go through a memory file like the caller's, so all configs start from the
+same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A call, and the objects that it works on."""
+    """A call, and the objects that it uses."""
 
     arguments: Arguments
     #: Those of the call in order: with `torch` its own, else stand-ins for them.
@@ -50,9 +50,9 @@ def rebuild(
 ) -> Rebuilt:
     """Return the packed call with the tensors in the memory file `fd`.
 
-    `use_device` makes the call's device the current one, torch's too if that has been imported.
+    `use_device` makes the call's device current, also in torch if that is imported.
 
-    Raises `InvalidSetting` where `inputs=` raises, or does not return what the call needs.
+    Raises `InvalidSetting` if `inputs=` raises or does not return what the call needs.
     """
     arguments = Arguments(layout, fd)
     if "torch" not in sys.modules and stand_ins.can_stand_in(layout):
@@ -106,10 +106,10 @@ def _with_torch(
 
 
 def values_of(call: Call, parameter: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `inputs=` or `reference=` gives for these arguments, by name.
+    """Return the values that `inputs=` or `reference=` returns for these arguments, by name.
 
-    Raises `InvalidSetting` where it raises, or does not return values by argument name: that is a
-    mistake in the program, which trying again does not cure.
+    Raises `InvalidSetting` if the function raises or does not return values by argument name: a
+    mistake in the program, which a retry does not cure.
     """
     function = getattr(call.hooks, parameter)
     what = described(call, parameter)
@@ -130,7 +130,7 @@ def values_of(call: Call, parameter: str, arguments: Mapping[str, Any]) -> dict[
 
 
 def described(call: Call, parameter: str) -> str:
-    """Return a parameter of the decorator and its kernel, for messages."""
+    """Return a decorator parameter and its kernel as text for messages."""
     return f"{parameter}= of {base_function(call.kernel)[1].__name__}"
 
 

@@ -1,8 +1,8 @@
-"""Launches timed as they are deployed: as replays of a CUDA graph, over copies of the arguments.
+"""Times launches as they are deployed: as replays of a CUDA graph, over copies of the arguments.
 
-One launch after the other takes another copy, and all copies together exceed the L2 cache, so what
-a launch reads comes from memory. Where a launch needs little, the copies do not fill the cache, as
-in a model, where the kernel before has just written it.
+Successive launches use different copies. All copies together exceed the L2 cache, so a launch reads
+its inputs from memory. For small launches the copies do not fill the cache, as in a model whose
+previous kernel has just written the inputs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _BETWEEN = 1 << 16
 
 
 class NotReplayable(Exception):
-    """Launches of a config cannot be timed as replays of a graph; the text says why."""
+    """Launches of a config cannot be timed as graph replays; the text says why."""
 
 
 class Rotation:
-    """The arguments of a call, and copies of all that are in memory of the device.
+    """The arguments of a call, and copies of all arguments in device memory.
 
-    Aliasing and alignment are those of the arguments. A kernel that changes them in place works on
-    what its last launch left, until `refill`.
+    Aliasing and alignment are preserved. A kernel that changes its arguments in place works on the
+    result of its last launch until `refill`.
     """
 
     def __init__(self, arguments: Arguments, where: Any, cache_bytes: int) -> None:
@@ -70,7 +70,7 @@ class Rotation:
         return 1 + len(self.copies)
 
     def refill(self) -> None:
-        """Have all copies hold what the arguments hold now, in what launches have written."""
+        """Copy the arguments' present content into all copies, where launches have written."""
         self._fill(number for number, block in self._blocks.items() if block.written)
 
     def _fill(self, numbers: Iterable[int]) -> None:
@@ -100,11 +100,11 @@ class _ReplayTimer(Timer):
 
 
 class Replays:
-    """Times configs of one call as replays of graphs.
+    """Times configs of one call as graph replays.
 
     Args:
-        tensors: those of the call, in the order of `arguments.views`.
-        scratch: gives launches their scratch memory.
+        tensors: of the call, in the order of `arguments.views`.
+        scratch: provides scratch memory for launches.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Replays:
         """Return the time of a launch, over `budget.least` replays.
 
         Args:
-            launch_now: returns the launch of Triton's launcher, which the graph repeats.
+            launch_now: returns the call of Triton's launcher that the graph repeats.
 
-        Raises `NotReplayable`, and what a capture raises.
+        Raises `NotReplayable`, and the errors of a capture.
         """
         name = config, budget.way
         if name not in self._graphs:

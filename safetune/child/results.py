@@ -1,7 +1,7 @@
-"""The results of one config for each group of configs that agree, to compare others with.
+"""The result of one config per group of agreeing configs, to compare others with.
 
-Small ones are in a file of results, which outlives a child. Large ones stay where they were made,
-and a child that finds none launches their config once more.
+Small results are in a results file, which outlives a child. Large results stay in the child that
+made them; a child that lacks one launches the config again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MIN_KEPT = 8
 
 
 class Results:
-    """The results that have been kept, by the number of their group.
+    """The kept results, by group number.
 
     Args:
-        fd: the file of results, which grows as results are kept in it.
-        kept_bytes: up to this size it holds more results than `MIN_KEPT`.
-        relaunch: runs a config once more, by its number.
+        fd: the results file, which grows with each kept result.
+        kept_bytes: the file size up to which more than `MIN_KEPT` results are kept.
+        relaunch: runs a config again, by its number.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Results:
     def keep(
         self, config: int, groups: Sequence[Group], blocks: Sequence[int], written: tuple[int, ...]
     ) -> Group | None:
-        """Keep the live result as that of a new group; None where there is no place for it.
+        """Keep the live result for a new group; None if there is no room for it.
 
         Launches have written to `blocks`; for `written` see `OutputReport`.
         """
@@ -72,7 +72,7 @@ class Results:
         return group
 
     def same(self, group: Group, number: int) -> bool:
-        """Whether a block holds, to the bit, what it does in a group's result."""
+        """Whether a block is bitwise equal to a group's result."""
         pristine = self._arguments.pristine_sums[number]
         theirs = dict(zip(group.blocks, group.sums, strict=True)).get(number, pristine)
         return self._arguments.sums[number] == theirs

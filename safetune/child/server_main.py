@@ -1,10 +1,10 @@
 """The fork server, and the children that it forks.
 
-The server imports triton once, and torch or a compiler if children need that, and never touches
-CUDA, so that a child can be forked from it in milliseconds and make a context of its own. It runs
-no code of the user, not even the user's `__main__`. It answers two requests, `fork` and `reap`, and
-ends with the process that started it, however that ends. A forked child leads its own session and
-dies with the server.
+The server imports triton once, and torch or a compiler if children need it. It never touches CUDA,
+so it can fork a child within milliseconds, and the child makes its own context. It runs no user
+code, not even the user's `__main__`. It answers two requests, `fork` and `reap`, and ends with the
+process that started it, however that ends. A forked child leads its own session and dies with the
+server.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Server:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when `parent` ends, and end now if it already has."""
+    """Have the kernel kill this process when `parent` ends; exit now if it has already ended."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

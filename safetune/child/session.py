@@ -1,4 +1,4 @@
-"""One call, rebuilt in a measuring child, on which configs are run and timed."""
+"""One call, rebuilt in a measuring child, which runs and times configs of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _called(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class Session:
-    """The child's copy of a call: same kernel, same argument bits, memory of its own."""
+    """The child's copy of a call: same kernel, same argument bits, its own memory."""
 
     def __init__(self, job: Prepare, arguments_fd: int, results_fd: int) -> None:
         found = backend.named(job.backend) if job.index >= 0 else None
@@ -91,16 +91,16 @@ class Session:
 
     @property
     def has_torch(self) -> bool:
-        """Whether the call has tensors of torch's."""
+        """Whether the call has torch tensors."""
         return self._rebuilt.torch
 
     @property
     def needs_torch(self) -> bool:
-        """Whether code of the user's has asked for torch, so that no answer counts without it."""
+        """Whether user code has asked for torch, which invalidates any answer given without it."""
         return not self.has_torch and bool(stand_ins.asked)
 
     def spec_of(self, config: int) -> tuple[Answer, bytes]:
-        """Return what a compiler needs for a config, after its heuristics and hooks have run."""
+        """Return the compiler's input for a config, after its heuristics and hooks have run."""
         launch = self._launch_of(config)
         jit, _ = base_function(self._call.kernel)
         self._outputs.left = None  # hooks change it
@@ -147,9 +147,9 @@ class Session:
         return self._answered(run)
 
     def repeat(self, job: Repeat) -> Answer:
-        """Launch a config again and again, and say which configs have left other bits than before.
+        """Launch a config repeatedly, and report the configs whose bits have varied.
 
-        In the interpreter, whose programs follow each other, little is to be seen.
+        The interpreter runs programs in sequence, so it shows little.
         """
 
         def run() -> Answer:
@@ -160,7 +160,7 @@ class Session:
         return self._answered(run)
 
     def bits(self, job: Bits) -> Answer:
-        """Say what launches of a config leave, to the bit, on several inputs."""
+        """Return the bits that a config leaves, on several inputs."""
         return self._answered(lambda: replace(DONE, bits=self._outputs.bits(job.config)))
 
     def _answered(self, run: Callable[[], Answer]) -> Answer:
@@ -258,7 +258,7 @@ class Session:
 
 
 class ConfigLaunch:
-    """One config's launch: its hooks see the caller's values, the kernel sees the pinned ones."""
+    """One config's launch: its hooks see the caller's values, the kernel the pinned ones."""
 
     def __init__(
         self,
@@ -292,16 +292,16 @@ class ConfigLaunch:
         self._compiled = self._launched(self._run, *self._args, **self._kwargs)
 
     def again(self) -> Callable[[], object]:
-        """Return what launches the kernel as the last launch did, with Triton's work before done.
+        """Return a function that repeats the kernel's last launch without Triton's preparation.
 
-        Beside a small kernel, that work decides how long a tuning takes.
+        For a small kernel, that preparation dominates the tuning time.
         """
         if self._again is None:
             self._again = self.now() or self
         return self._again
 
     def now(self) -> functools.partial[Any] | None:
-        """Return the launch that Triton would make now; None where it would not be one alone."""
+        """Return the launch that Triton would make now; None unless it is a single launch."""
         if self._compiled is None:  # as where a cache hook of Triton's keeps it from compiling
             return None
         run = functools.partial(self._run, *self._args, **self._kwargs)
@@ -309,11 +309,11 @@ class ConfigLaunch:
 
     @property
     def has_pre_hook(self) -> bool:
-        """Whether code of the caller's runs before each launch."""
+        """Whether user code runs before each launch."""
         return self._config.pre_hook is not None or self._hooks.pre_hook is not None
 
     def before(self) -> None:
-        """Run what triton.autotune runs before each launch: the config's hook, then the tuner's."""
+        """Run what triton.autotune runs before a launch: the config's hook, then the tuner's."""
         self.count += 1
         if self._config.pre_hook is not None:
             with self._view():
@@ -333,13 +333,13 @@ class ConfigLaunch:
             tensor.copy_(value)
 
     def after(self, exception: Exception | None = None) -> None:
-        """Run what triton.autotune runs after each launch."""
+        """Run what triton.autotune runs after a launch."""
         if self._hooks.post_hook is not None:
             with self._view():
                 self._hooks.post_hook(self._named, exception=exception)
 
     def with_hooks(self, launch: Callable[[], Any] | None = None) -> Any:
-        """Run the hooks and, between them, the launch or another function."""
+        """Run the hooks around the launch or another function."""
         self.before()
         try:
             result = (launch or self)()

@@ -1,7 +1,7 @@
 """Tensors without torch, sufficient for Triton, heuristics and simple hooks.
 
-Importing torch takes longer than tuning a small kernel. A stand-in answers like the GPU tensor; if
-user code asks for more, this is noted, and the call is rebuilt in a child that has torch.
+Importing torch takes longer than tuning a small kernel. A stand-in answers like the GPU tensor. If
+user code asks for more, that is noted, and a child with torch rebuilds the call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ index round array dlpack dlpack_device deepcopy copy reduce_ex format
 
 
 class TorchNeeded(BaseException):
-    """Code of the user's needs a tensor of torch's; not an `Exception`, which it might catch."""
+    """User code needs a real torch tensor; not an `Exception`, which user code might catch."""
 
 
 def _more(what: str) -> NoReturn:
@@ -53,7 +53,7 @@ def lacks_torch() -> bool:
 
 
 def need_torch(what: str) -> None:
-    """Note that this process lacks torch for something, if it does; raises `TorchNeeded` then."""
+    """If this process lacks torch, note that `what` needs it and raise `TorchNeeded`."""
     if lacks_torch():
         _more(what)
 
@@ -75,7 +75,7 @@ class _Limited:
 
 
 class DType(_Limited):
-    """An element type; the same object for the same name, as torch has one of each."""
+    """An element type; one object per name, as in torch."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -95,7 +95,7 @@ class DType(_Limited):
 
 @functools.cache
 def dtype_of(name: str) -> DType:
-    """Return the element type that torch has under this name."""
+    """Return the element type with this torch name."""
     return DType(name)
 
 
@@ -136,7 +136,7 @@ class Shape(tuple[int, ...]):
 
 
 class StandIn(_Limited):
-    """A tensor at an address of a device, with methods of `torch.Tensor`."""
+    """A tensor at a device address, with some methods of `torch.Tensor`."""
 
     def __init__(
         self, spec: TensorSpec, address: int, device: Device, where: Any, memory: Any = None
@@ -198,7 +198,7 @@ class StandIn(_Limited):
         return copied.copy_(self)
 
     def copy_(self, src: StandIn, non_blocking: bool = False) -> StandIn:
-        """Take over the elements of a tensor of the same shape, strides and type."""
+        """Copy the elements of a tensor of the same shape, strides and type."""
         self._check_dense("copy_")
         mine, theirs = self._spec, src._spec if isinstance(src, StandIn) else None
         if theirs is None or (mine.dtype, mine.shape, mine.stride) != (
@@ -209,7 +209,7 @@ class StandIn(_Limited):
         return self
 
     def is_dense(self) -> bool:
-        """Whether no other bytes are between the elements."""
+        """Whether the elements are contiguous in memory, in any order."""
         return bool(self._spec.is_dense())
 
     def _check_dense(self, what: str) -> None:
@@ -231,8 +231,8 @@ for _class, _name in ((StandIn, "Tensor"), (Shape, "Size"), (DType, "dtype"), (D
 
 @contextlib.contextmanager
 def noting_torch() -> Iterator[None]:
-    """Note where code that runs in here imports torch, which does not work on stand-ins, and where
-    code of the user's raises, which it may not do on tensors of torch's.
+    """In the body, note imports of torch, which does not work on stand-ins, and errors of user
+    code, which real tensors might not cause.
     """
     before = "torch" in sys.modules
     try:
@@ -253,7 +253,7 @@ def _is_of_user(error: BaseException) -> bool:
 
 
 def can_stand_in(layout: Layout) -> bool:
-    """Whether a GPU reads all tensors of a call, and their types are known here."""
+    """Whether all tensors of a call are on a GPU and have types known here."""
     on_gpu = all(":" in block.device for block in layout.blocks)
     known = all(_PLAIN.fullmatch(view.dtype) for view in layout.tensors)
     return on_gpu and known and not layout.absent

@@ -1,7 +1,7 @@
-"""How far apart two right results may be, and whether they are near without asking torch.
+"""The allowed difference between two right results, and a check for it without torch.
 
-Importing torch takes longer than tuning a small kernel, and most results that differ do so by the
-order of a sum.
+Importing torch takes longer than tuning a small kernel, and most differences come from summation
+order.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _FORMATS = {"float64": "d", "float32": "f", "float16": "e", "bfloat16": "f"}
 
 
 def shares_of(dtype: str) -> tuple[float, float]:
-    """Return the share of an element that does not count, and that where nothing differs."""
+    """Return the relative tolerance for a dtype, and the stricter one for equal results."""
     kind = REAL.get(dtype, dtype)
     return _SHARES.get(kind, _NARROW_SHARE), _FINE_SHARES.get(kind, _NARROW_SHARE)
 
 
 def rounding(inputs: Mapping[float, int], elements: int, dtype: str) -> float:
-    """Return how far apart two sums over the inputs may be by rounding alone, however small the
-    result is.
+    """Return the difference that rounding alone may cause between two sums over the inputs, however
+    small the result.
 
     Args:
-        inputs: the number of elements of the float inputs, by their typical size.
-        elements: of the result.
-        dtype: of the result; sums of the narrow types are taken in float32.
+        inputs: the number of elements of the float inputs, by typical size.
+        elements: the number of elements of the result.
+        dtype: of the result; narrow types are summed in float32.
     """
     sizes = [size for size in inputs if size <= _LARGEST_INPUT]
     terms = max(1.0, sum(inputs.values()) / max(1, elements))
@@ -59,15 +59,15 @@ def rounding(inputs: Mapping[float, int], elements: int, dtype: str) -> float:
 
 @functools.lru_cache(64)
 def numbers_of(total: int, most: int = SAMPLES) -> list[int]:
-    """Return the numbers of at most so many of `total` elements: always the same ones."""
+    """Return at most `most` of `total` element indices: always the same ones."""
     every = range(total)
     return list(every) if total <= most else random.Random(0).choices(every, k=most)
 
 
 def typical_size(where: Any, view: View, dtype: str) -> float:
-    """Return the median magnitude of the finite elements that are not 0; 0 without any.
+    """Return the median magnitude of the finite nonzero elements; 0 if there are none.
 
-    Unlike a mean it is the same whether or not one element is huge.
+    Unlike a mean, it does not change with one huge element.
     """
     if not view.count:
         return 0.0
@@ -79,13 +79,13 @@ def typical_size(where: Any, view: View, dtype: str) -> float:
 def are_near(
     where: Any, mine: View, theirs: View, dtype: str, noise: float, fine: bool = True
 ) -> bool:
-    """Whether every element is so near that `compare.difference` finds none beyond the tolerance.
+    """Whether all elements are so close that `compare.difference` finds none beyond the tolerance.
 
-    Where it is False, `compare` has to look: it knows the sizes of rows and columns, too.
+    If False, `compare` must check: it also considers the sizes of rows and columns.
 
     Args:
-        where: has both, see `DeviceBytes`.
-        fine: none may be further apart than where nothing that matters to the result differs.
+        where: the memory of both, see `DeviceBytes`.
+        fine: use the stricter tolerance of `shares_of`.
     """
     if dtype not in NATIVE_FLOATS:
         return False

@@ -16,7 +16,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is JAX's stand-in for one, while a function is traced."""
+    """Whether a value is JAX's placeholder for one while it traces a function."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 
@@ -29,7 +29,7 @@ def has_data(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a numpy scalar as Python's, a scalar type of numpy or JAX as its dtype."""
+    """Return a numpy scalar as Python's, a scalar type as its dtype, anything else unchanged."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
@@ -41,7 +41,7 @@ def plain(value: Any) -> Any:
 
 
 def meta(value: Any) -> Any:
-    """Return an array as a tensor without memory, all else as it is."""
+    """Return an array as a tensor without memory, any other value as it is."""
     if not is_array(value) or hasattr(value, "untyped_storage"):
         return value
     import torch
@@ -50,7 +50,7 @@ def meta(value: Any) -> Any:
 
 
 def tensor(value: Any, index: int) -> Any:
-    """Return an array as a torch tensor on the device, in its own memory if that is there."""
+    """Return an array as a torch tensor on the device, without a copy if it is there already."""
     if not is_array(value):
         return value
     import torch

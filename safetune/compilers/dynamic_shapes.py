@@ -1,4 +1,4 @@
-"""The argument values at which a kernel's choice changes, by the stored keys."""
+"""The argument values at which a kernel's choice changes, from the stored keys."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def regions(
     related: Iterable[RelatedChoice],
     buckets: Mapping[str, Bucket],
 ) -> tuple[Regions, ...]:
-    """Return the regions of each name, by stored keys that differ in these names only.
+    """Return the regions of each name, from stored keys that differ only in these names.
 
-    Neighbouring values with the same choices are one region. Without such a stored key, a name has
-    no region; nor has one whose buckets do not rise with its value.
+    Neighbouring values with equal choices form one region. A name has no region without such a key,
+    or if its buckets do not increase with its value.
     """
     points = _points(request, names, related)
     merged = [_merged(points, index) for index in range(len(names))]

@@ -1,7 +1,7 @@
 """A kernel with its chosen config, for a program that launches it without safetune, such as JAX.
 
-Arguments may be torch tensors, numpy or JAX arrays, or any object with a shape and a dtype. The key
-is the same for all of them, so JAX uses a choice that was made through torch, and the reverse.
+Arguments may be torch tensors, numpy or JAX arrays, or any object with a shape and a dtype. All of
+them give the same key, so JAX uses choices made through torch, and vice versa.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Resolved:
 
     @forks.cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of global scratch memory for each CTA; compiles the kernel to find out.
+        """Global scratch memory per CTA, in bytes; compiles the kernel to find out.
 
         A launch needs this for each program of its grid, times `num_ctas`.
 
@@ -82,11 +82,11 @@ class Resolved:
         return int(getattr(compiled.metadata, "global_scratch_size", 0) or 0)
 
     def options(self) -> dict[str, Any]:
-        """Return the launch options by name, as a launch of `fn` takes them."""
+        """Return the launch options by name, as arguments for a launch of `fn`."""
         return {n: v for n, v in self.config.all_kwargs().items() if n not in self.config.kwargs}
 
     def lost(self, carried: Iterable[str]) -> dict[str, Any]:
-        """Return the settings that are lost if only these options are passed to Triton."""
+        """Return the settings that a launch with only these options would lose."""
         lost = {name: value for name, value in self.options().items() if name not in carried}
         return {**lost, "pre_hook": hook} if (hook := self.config.pre_hook) else lost
 
@@ -94,7 +94,7 @@ class Resolved:
         """Return `fn`, for a caller that launches every plain kernel with these options.
 
         Raises:
-            TracingError: the config has others, which that caller would lose.
+            TracingError: the config has other options, which that caller would lose.
         """
         carried = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
         lost = {name: value for name, value in self.options().items() if carried.get(name) != value}
@@ -106,10 +106,10 @@ class Resolved:
         return self.fn
 
     def as_single_config_autotuner(self) -> TritonAutotuner:
-        """Return Triton's own tuner with this config alone: no choice is left to make.
+        """Return Triton's own tuner with only this config, so that it has nothing to choose.
 
-        For TransformerEngine's `triton_call_lowering`, which takes warps and stages from a tuner's
-        configs only. The metaparams are in the config, so heuristics are not needed.
+        For TransformerEngine's `triton_call_lowering`, which reads warps and stages only from a
+        tuner's configs. The config includes the metaparams, so it needs no heuristics.
 
         Raises:
             TracingError: the config has an option besides warps, stages and CTAs, or a hook.
@@ -138,7 +138,7 @@ def resolve(
     """Return what a launch of `kernel` with these arguments would use, without launching it.
 
     Raises:
-        MissingChoice: the key has no choice, and the call lacks the data or the grid to tune it.
+        MissingChoice: the key has no choice, and the call lacks data or a grid to tune with.
         NoWorkingConfig: the call was tuned now, and every config failed.
         InvalidSetting: `kernel` is not a kernel under @safetune, `grid` is not a grid, `device` is
             not an index, or an argument is passed twice.

@@ -1,16 +1,14 @@
 """The one config that torch.compile sees of a safetuned kernel.
 
 Dynamo and Inductor never call a tuner's `run`. They read its configs and its prune function, and
-time the configs that this function returns in the caller's process, on live buffers. So the prune
-function that they find is `one_config`: traced, it returns the stored choice, or the config that is
-launched without one. Helpers fetch the choice from the store; Dynamo calls each once and takes the
-result as a constant.
+time the remaining configs in the caller's process, on live buffers. So they find `one_config` as
+the prune function: when traced, it returns the stored choice, or else the fallback. Helpers fetch
+the choice from the store; Dynamo calls each once and takes the result as a constant.
 
-An argument whose value is unknown while tracing (dynamic shapes) is compared with bounds between
-the stored keys that have unlike choices: one graph for each choice, whatever the number of values.
+An argument whose value is unknown while tracing (dynamic shapes) is compared with the bounds
+between stored keys with different choices: one graph per choice, whatever the number of values.
 
-Inductor drops some launch options of a config without a message; a config that has them is not
-compiled.
+Inductor silently drops some launch options of a config; a config with such options is not compiled.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ Fact = tuple[str, str, Any]
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `torch._dynamo.assume_constant_result`, without importing torch."""
+    """Like `torch._dynamo.assume_constant_result`, but without importing torch."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -133,9 +131,10 @@ def descriptors(arguments: dict[str, Any]) -> tuple[Fact, ...]:
 
 @constant
 def traced_descriptors() -> tuple[Fact, ...]:
-    """Return the same of the `arguments` of the function that Dynamo traces now.
+    """Return the facts of the tensor descriptors among the `arguments` of the function that Dynamo
+    traces.
 
-    Traced code can ask a descriptor for nothing: Dynamo has its tensor beside the code.
+    Traced code cannot query a descriptor; Dynamo keeps its tensor beside the code.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -154,7 +153,9 @@ def traced_descriptors() -> tuple[Fact, ...]:
 
 @constant
 def names_of(number: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names in the tuner's key, which may be needed here first, and the parameters."""
+    """Return the names in the tuner's key, classifying them if this is their first use, and the
+    parameters.
+    """
     return tuple(_tuners[number].key_names), tuple(_tuners[number].arg_names)
 
 
@@ -195,8 +196,8 @@ def best_first(
     index: int,
     passed: tuple[str, ...],
 ) -> tuple[int, ...]:
-    """Return the indices of the configs to launch: of the written or stored choice alone, or, for a
-    key without one, of every config that may be launched, best first.
+    """Return the indices of the configs to launch, best first: only the written or stored choice,
+    or, without one, all configs that may be launched.
     """
     from safetune.miss import candidates, resolve  # every tuner has this module
     from safetune.store.lookup import open_lookup
@@ -237,7 +238,7 @@ def written(tuner: Tuner, facts: tuple[Fact, ...], passed: tuple[str, ...]) -> C
 
 
 def lost_options(config: Config) -> dict[str, Any]:
-    """Return the launch options of a config that Inductor drops without a message."""
+    """Return the launch options of a config that Inductor silently drops."""
     default = Config({}).all_kwargs()
     return {
         name: value
@@ -247,7 +248,8 @@ def lost_options(config: Config) -> dict[str, Any]:
 
 
 def compilable(tuner: Tuner, order: Sequence[Config]) -> tuple[int, ...]:
-    """Return the indices of the configs that Inductor keeps whole; warns if the first is not kept.
+    """Return the indices of the configs that Inductor keeps intact; warns if the first is not among
+    them.
 
     Raises:
         TracingError: Inductor would lose options of every config.
@@ -269,7 +271,7 @@ def compilable(tuner: Tuner, order: Sequence[Config]) -> tuple[int, ...]:
 
 
 def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -> None:
-    """Record a key that is compiled without a choice, and warn once for each kernel."""
+    """Record a key that is compiled without a choice; warn once per kernel."""
     from safetune.miss import reporting
 
     name, settings = request.key.kernel.name, Settings.current()
@@ -293,8 +295,8 @@ def missed(tuner: Tuner, request: TuningRequest, config: Config, store: Store) -
 def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -> None:
     """Add the choice to the key of torch's caches.
 
-    Inductor's own cache key has the config in it. AOT autograd's has a `triton_op`'s kernel by its
-    source alone, so a changed choice would be served from a stale entry.
+    Inductor's own cache key contains the config. AOT autograd's key identifies a `triton_op`'s
+    kernel by its source alone, so it would serve a stale entry after a changed choice.
     """
     import torch.compiler
 

@@ -73,7 +73,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     """`triton.runtime.autotuner.Autotuner`, with candidates run in subprocesses.
 
     It has every attribute of Triton's tuner that torch, JAX and others read. The decorator
-    `safetune` makes it and explains the parameters.
+    `safetune` creates it and documents the parameters.
     """
 
     needs_scratch = False  # until a launch needs it
@@ -128,10 +128,11 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return f"<safetune kernel {self.base_fn.__name__}, {self.lazy_key.written}, {self.states}>"
 
     def show(self, everything: bool = False) -> None:
-        """Print what is stored of this kernel, as `safetune show` does; in a notebook a table.
+        """Print the stored choices of this kernel, as `safetune show` does; in a notebook, as a
+        table.
 
         Args:
-            everything: every config of every key, not a row for each key.
+            everything: show every config of every key, not one row per key.
         """
         from safetune.show import kernel  # imports rich
 
@@ -153,19 +154,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @forks.cached_property
     def shapes(self) -> call_shape.CallShapes:
-        """The shapes of its calls, which refer to it. A copy makes its own at its first launch,
-        because each prune makes a copy, which keeps the arguments of the call.
+        """The shapes of its calls, which refer to this tuner. A copy makes its own at its first
+        launch: every prune makes a copy that keeps the call's arguments.
         """
         return call_shape.CallShapes(self)
 
     @property
     def key_report(self) -> KeyReport:
-        """The class of each name in `key`, and the reason; decided at its first use."""
+        """The class of each name in `key`, and the reason; decided at first use."""
         return self.lazy_key.report(self)
 
     @property
     def keys(self) -> list[str]:
-        """The names in `key=`, with the dropped ones. A change in place counts."""
+        """The names in `key=`, including dropped ones. In-place changes count."""
         if "lazy_key" not in self.__dict__:  # Triton's constructor needs no classes
             return []
         known = self.__dict__.get("_keys")
@@ -196,17 +197,17 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def key_names(self) -> KeyNames:
-        """The names whose values have a choice of their own, with their buckets."""
+        """The names whose values have separate choices, with their buckets."""
         return KeyNames(self.key_report.kept, self.lazy_key.written.buckets)
 
     @property
     def basis(self) -> Basis:
-        """The inputs of the key's classes."""
+        """The inputs from which the names in the key were classified."""
         return self.lazy_key.basis(self)
 
     def key_changed(self, choices: bool) -> None:
-        """Forget every launch, and the choices if the kernel or the key has changed. Entries that
-        the program has written into `cache` stay.
+        """Forget every launch, and also the choices if the kernel or the key has changed. Entries
+        that the program has written into `cache` stay.
         """
         self.__dict__.pop("_identity", None)
         if choices:
@@ -215,8 +216,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def cache(self) -> dict[Any, Config]:
-        """The choice of each key, never a fallback, under Triton's key. A launch uses the configs
-        that the program writes here.
+        """The choice of each key, never a fallback, under Triton's key. Launches use configs that
+        the program writes here.
         """
         return self.states.choices
 
@@ -312,7 +313,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     def launch_with(
         self, config: Config, values: Kwargs | None, grid: Any, args: Args, kwargs: Kwargs
     ) -> call_shape.Launched:
-        """Launch by Triton's path, or only compile (`warmup`), with given heuristics' values."""
+        """Launch, or with `warmup` only compile, by Triton's path, with these heuristics'
+        values.
+        """
         return self._by_triton(args, {"warmup": False, **kwargs, "grid": grid}, config, values)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -326,7 +329,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.show_one_config()
 
     def forget_launches(self) -> None:
-        """Send every call through Triton's path again, which reads everything anew."""
+        """Send every call through Triton's path again, which rereads everything."""
         # Another dictionary, because a thread may be about to add an old launch.
         self.__dict__["_launches"] = {}
 
@@ -335,7 +338,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         return call_shape.pruned_configs(self, named, kwargs)
 
     def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Compile every config left by pruning in this process, as `triton.autotune` does."""
+        """Compile in this process every config that pruning leaves, as `triton.autotune` does."""
         shape = self.shapes.of(args, kwargs)
         named = call_shape.named_arguments(self.arg_names, args)
         pinned_args, pinned_kwargs = shape.pinned(args, kwargs)
@@ -376,7 +379,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def prune_functions(self) -> tuple[Any, Any]:
-        """The user's function, or a later replacement, such as jax-triton sets."""
+        """The user's prune function, or a replacement set later, for example by jax-triton."""
         early, model = self.pruning
         replaced = self.early_config_prune is not self.shown
         return self.early_config_prune if replaced else early, self.perf_model or model
@@ -390,7 +393,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.show_one_config()
 
     def show_one_config(self) -> None:
-        """For torch: a prune function that leaves one config, if there are several."""
+        """Give torch a prune function that leaves one config, if there are several."""
         if vars(self).get("shown", self) is not None or self.early_config_prune is not None:
             return
         if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
@@ -398,13 +401,13 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             self.early_config_prune = self.shown
 
     def isolate(self, isolation: str) -> None:
-        """Set `isolation` as the decorator would; raises `InvalidSetting`."""
+        """Set `isolation` like the decorator; raises `InvalidSetting`."""
         self.isolation = parse_choice(Isolation, "isolation", isolation)
         self.limits = replace(self.limits, fresh_process=self.isolation is Isolation.CONFIG)
 
     @property
     def identity(self) -> KernelIdentity:
-        """The identity of the kernel and the functions around it; computed again after changes."""
+        """The identity of the kernel and the functions around it; recomputed after changes."""
         buckets = {name: bucket.function for name, bucket in self.key_names.buckets.items()}
         around = self.hooks.identity_parts()
         around = (*around, buckets) if buckets else around
@@ -474,7 +477,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @property
     def hooks(self) -> Hooks:
-        """The user's functions around a launch, without Triton's own stand-ins."""
+        """The user's functions around a launch, without Triton's placeholders."""
         return replace(
             self._around,
             pre_hook=of_the_user(self.pre_hook),
@@ -525,7 +528,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
 
 class WrittenNames(list[str]):
-    """`kernel.keys`, the names in `key=`: a change in place counts, as on Triton's tuner."""
+    """`kernel.keys`, the names in `key=`; in-place changes count, as on Triton's tuner."""
 
     def __init__(self, names: Iterable[str], tuner: Any) -> None:
         super().__init__(names)
@@ -570,13 +573,13 @@ def _policies(replaced: Mapping[str, Any]) -> bool:
 class UnderPolicy(Autotuner):
     """A tuner whose configs a framework chooses by replacing methods of Triton's class.
 
-    Megatron-LM does so, so that all ranks launch one config. Every launch calls its policy. If the
-    policy leaves the choice to Triton's own `run`, which asks `_bench` for the time of each config,
-    safetune answers without timing.
+    Megatron-LM does so to launch one config on all ranks. Every launch calls the framework's
+    policy. If the policy leaves the choice to Triton's own `run`, which asks `_bench` for the time
+    of each config, safetune answers without timing.
     """
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Launch through the present `run` of Triton's tuner class."""
+        """Launch through the current `run` of Triton's tuner class."""
         return super().run(*args, **kwargs)
 
     def _launch(self, /, *args: Any, **kwargs: Any) -> Any:

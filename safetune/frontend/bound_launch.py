@@ -21,7 +21,7 @@ def bound_launch(
 ) -> Callable[..., Any] | None:
     """Return the launch of `tuner[grid](*args, **kwargs)` as a function: see `FastPath.bind`.
 
-    None if this launch has not run yet, or always needs Triton's own path.
+    None if this launch has not run yet, or always needs Triton's path.
     """
 
     state = vars(tuner)

@@ -1,7 +1,7 @@
 """`SAFETUNE_MODE=record`: counts the launches of each key, and times some of them.
 
-An observer counts launches from the first miss on, until the mode changes: a program that does not
-record has none. The counts go to the recorded calls at exit, and once a minute.
+An observer counts launches from the first miss until the mode changes; a program that does not
+record has no observer. The counts are added to the recorded calls once a minute and at exit.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class CallCounts(observers.Observer):
         self._flushed = time.monotonic()
 
     def begin(self, state: KeyState) -> None:
-        """Count the launches of every tuner from now on, and a running one of this key."""
+        """Count the launches of every tuner from now on, and the running launch of this key."""
         self._unseen.append((state, None, bool(backend.capture_under_way())))
         observers.add(self)
         forks.register("report", after_in_child=self.clear, at_exit=self.flush)
@@ -123,7 +123,7 @@ class CallCounts(observers.Observer):
     def launch(
         self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None] | None:
-        """Count a launch when it ends, and time it if it is due."""
+        """Count a launch when it ends, and time it if a timing is due."""
         if Settings.current().mode is not Mode.RECORD:
             end()
             return None
@@ -182,7 +182,7 @@ _changing = forks.lock()
 
 
 def begin(state: KeyState) -> None:
-    """Start counting, with the running launch of this key."""
+    """Start counting, including the running launch of this key."""
     global _active
     with _changing:
         if _active is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Options:
-    """The parameters of `safetune`. `triton.autotune` has the ones before `phantom` too."""
+    """The parameters of `safetune`. `triton.autotune` also has those before `phantom`."""
 
     configs: Any = None
     key: Key = ()
@@ -66,7 +66,7 @@ class Options:
 
     @classmethod
     def of_constructor(cls, *given: Any, **named: Any) -> Options:
-        """Return the tuner's constructor arguments, which Triton has in another order."""
+        """Return the tuner's constructor arguments, which Triton orders differently."""
         return cls(**dict(zip(_OF_CONSTRUCTOR, given, strict=False)), **named)
 
     def of_triton(self) -> dict[str, Any]:

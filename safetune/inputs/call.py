@@ -1,7 +1,7 @@
 """One launch as its caller wrote it: its arguments by name, its hooks, and its grid.
 
-A grid may be a closure over anything the caller has, so it is evaluated in the caller, and only the
-numbers that it gives travel to a child. Heuristics run there for it, as they do at every launch.
+A grid may be a closure over anything in the caller, so the caller evaluates it, and a child gets
+only the resulting numbers. For the grid, heuristics also run in the caller, as at every launch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Hooks:
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
     def identity_parts(self) -> tuple[Any, ...]:
-        """Return the parts of an identity besides the kernel; digests depend on the order."""
+        """Return the parts of an identity besides the kernel; digests depend on their order."""
         return (
             self.pre_hook,
             self.post_hook,
@@ -68,7 +68,7 @@ class Call:
     Attributes:
         kernel: the object below the autotuner: a jit function, or heuristics around one.
         args, kwargs: without `grid` and `warmup`.
-        pins: for each dropped name, the constant that the compiled kernel sees.
+        pins: the constant that the compiled kernel sees, for each dropped name.
         index: the device's index in this process; -1 in the interpreter.
     """
 
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def interpreted(self) -> bool:
-        """Whether the kernel runs in Triton's interpreter, without a compiler and a device."""
+        """Whether the kernel runs in Triton's interpreter, without a compiler or a device."""
         return self.index < 0
 
     @forks.cached_property
@@ -95,11 +95,11 @@ class Call:
         return parameters_of(self.kernel)
 
     def named(self) -> dict[str, Any]:
-        """Return the arguments by name, with the caller's values."""
+        """Return the caller's arguments by name."""
         return named_arguments(self.arg_names, self.args, self.kwargs)
 
     def may_touch_memory(self) -> bool:
-        """Whether an argument has elements, or may have: an empty tensor has none."""
+        """Whether an argument has, or may have, elements; an empty tensor has none."""
         return any(_may_have_elements(leaf) for leaf in leaves(self.named()))
 
     def pinned(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -124,7 +124,9 @@ def owners_of(named: dict[str, Any], tensors: Sequence[Any]) -> list[str]:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield an argument's tensors and plain values: of a tuple, or a descriptor's base."""
+    """Yield an argument's tensors and plain values, including those in tuples and a descriptor's
+    base.
+    """
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from leaves(item)
@@ -137,7 +139,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Yield an argument's tensors, unwrapped where Triton reads one as another dtype."""
+    """Yield an argument's tensors, without Triton's wrappers that change the dtype."""
     for leaf in leaves(value):
         tensor = leaf if hasattr(leaf, "zero_") else getattr(leaf, "base", None)
         if hasattr(tensor, "zero_"):
@@ -160,7 +162,7 @@ def _may_have_elements(value: Any) -> bool:
 
 
 class WatchedArguments(dict[str, Any]):
-    """The arguments that a grid function gets; records which of some names it reads."""
+    """The arguments that a grid function gets; records which of certain names it reads."""
 
     def __init__(self, values: Mapping[str, Any], watch: Iterable[str]) -> None:
         super().__init__(values)
@@ -180,11 +182,11 @@ class WatchedArguments(dict[str, Any]):
 def grid_of(
     call: Call, config: Config, values: Mapping[str, Any] | None = None
 ) -> tuple[tuple[int, ...], set[str]]:
-    """Return the grid that a launch with `config` has, from the caller's values, and the dropped
-    names that the grid function reads.
+    """Return the grid of a launch with `config`, from the caller's values, and the dropped names
+    that the grid function reads.
 
-    `values` are those that heuristics set; without them they are run. Raises what the grid or a
-    heuristic raises.
+    `values` are set by heuristics; if None, the heuristics run now. Raises the errors of the grid
+    and of the heuristics.
     """
     if not callable(call.grid):
         return tuple(int(size) for size in call.grid), set()
@@ -196,7 +198,7 @@ def grid_of(
 def checked_grid(grid: Any) -> Any:
     """Return a grid as a tuple of up to three integers, or a function that returns one.
 
-    A single integer is a grid of one dimension, as for `jax_triton`. Raises `InvalidSetting`.
+    A single integer is a one-dimensional grid, as in `jax_triton`. Raises `InvalidSetting`.
     """
     if callable(grid):
         return lambda arguments: checked_grid(grid(arguments))
@@ -206,7 +208,7 @@ def checked_grid(grid: Any) -> Any:
 
 
 def grid_sizes(grid: Any) -> tuple[int, ...]:
-    """Return the sizes of a grid as Triton takes it; raises `InvalidSetting`."""
+    """Return the sizes of a grid in Triton's form; raises `InvalidSetting`."""
     try:
         sizes = tuple(map(operator.index, grid))
     except TypeError:
@@ -233,7 +235,9 @@ def heuristics_of(call: Call, config: Config) -> dict[str, Any]:
 
 
 def can_travel(value: Any) -> bool:
-    """Whether a value of a heuristic means the same in a child: it is plain, and no address."""
+    """Whether a heuristic's value has the same meaning in a child: it is plain and not an
+    address.
+    """
     if type(value) is tuple:
         return all(map(can_travel, value))
     return type(value) in _PLAIN and not may_be_address(value)
@@ -254,15 +258,15 @@ def _defaults(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
 
 
 def of_the_user(hook: Any) -> Any:
-    """Return a hook; None for one that Triton's constructor has set."""
+    """Return a hook of the user; None for one that Triton's constructor has set."""
     return None if getattr(hook, "__module__", None) == Config.__module__ else hook
 
 
 @dataclass(frozen=True)
 class Scopes:
-    """What the outcomes of a call's configs hold for: see `Outcome.holds_for`.
+    """The calls for which the outcomes of configs hold: see `Outcome.holds_for`.
 
-    A mistake of one call, or a value outside of the key, does not speak for other calls of the key.
+    A mistake in one call, or a value outside the key, says nothing about other calls of the key.
     """
 
     call: str  # a digest for all configs
@@ -272,12 +276,12 @@ class Scopes:
 def scopes_of(
     call: Call, grids: Sequence[tuple[int, ...]], heuristics: Sequence[Mapping[str, Any] | None]
 ) -> Scopes:
-    """Return what the outcomes of configs hold for, from the caller's view of its call.
+    """Return the calls for which outcomes of configs hold, from the caller's view of this call.
 
-    What hooks change does not count.
+    Changes by hooks do not count.
 
     Args:
-        grids, heuristics: for each config, its grid and what heuristics set; None where one raises.
+        grids, heuristics: the grid and the heuristics' values of each config; None if one raises.
     """
     args, kwargs = call.pinned()
     named = named_arguments(call.arg_names, args, kwargs)
@@ -293,7 +297,7 @@ def scopes_of(
 
 
 def passed_twice(call: Call) -> list[str]:
-    """Return the parameters that a call passes by position and by name."""
+    """Return the parameters that a call passes both by position and by name."""
     return sorted(call.kwargs.keys() & {*call.arg_names[: len(call.args)]})
 
 

@@ -1,15 +1,15 @@
 """A call's arguments as plain JSON data without the contents of tensors, and tensors like them.
 
 The layout of the tensors is kept as exactly as for a child (`spans`): shape, strides, offset,
-alignment, which tensors share memory, and which arguments are one tensor. Floats are drawn at
-random, as inputs too large to copy are (`random_inputs`).
+alignment, shared memory, and arguments that are the same tensor. Floats are drawn at random, like
+inputs too large to copy (`random_inputs`).
 
-The values of integers may be users' data: token numbers, lengths of documents. For offsets, such as
-the `cu_seqlens` of concatenated sequences, a histogram of the lengths reproduces the work; for
-others the range is recorded, and values within it are drawn, in order if the array never falls.
+Integer values may be users' data: token numbers, document lengths. For offsets, such as the
+`cu_seqlens` of concatenated sequences, a histogram of the lengths reproduces the work. For other
+integers the range is recorded and values are drawn from it, sorted if the array never decreases.
 
-Classes, functions and members of an enum are recorded by module and name, and only where that name
-leads to them.
+Classes, functions and enum members are recorded by module and name, provided that the name resolves
+to them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _HIGHEST = (1 << 63) - 2
 def describe(call: Call, read: bool = True) -> dict[str, Any]:
     """Return the positional and keyword arguments of a call.
 
-    A meta tensor, such as an array without data yet, is described as one in memory of its own.
+    A meta tensor, such as an array without data yet, is described as if it had its own memory.
 
     Args:
-        read: whether tensors can be read now, which waits for their device.
+        read: whether tensors may be read now, which waits for their device.
 
     Raises:
-        KernelNotTransferable: an argument is an address, or cannot be made again from JSON data.
+        KernelNotTransferable: an argument is an address, or cannot be rebuilt from JSON data.
     """
     tensors: list[torch.Tensor] = []
     names = named_arguments(call.arg_names, call.args)
@@ -95,13 +95,13 @@ def rebuild(
     filled: bool = True,
     main: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments like those described; tensors that were on a GPU are made on `device`.
+    """Return arguments as described; tensors that were on a GPU are created on `device`.
 
     Args:
         filled: whether the tensors' contents will be read.
-        main: the names of the script that was `__main__` when the call was recorded.
+        main: the names in the script that was `__main__` when the call was recorded.
 
-    Raises `LookupError` for a class or function that is not there, or not as it was.
+    Raises `LookupError` if a class or function is missing or has changed.
     """
     blocks = [BlockSpec(**block) for block in data["blocks"]]
     views = [TensorSpec.of(view) for view in data["tensors"]]
@@ -118,14 +118,14 @@ def rebuild(
 
 
 def drawn(data: dict[str, Any], arg_names: Sequence[str]) -> list[str]:
-    """Return the described arguments with tensors whose values are not recorded."""
+    """Return the described arguments that have tensors without recorded values."""
     ranges = [(number, content.get("range")) for number, content in data.get("integers", ())]
     exact = {number for number, found in ranges if found and found[0] == found[1]}
     return _with_tensors(data, arg_names, set(range(len(data["tensors"]))) - exact)
 
 
 def unknown(data: dict[str, Any], arg_names: Sequence[str]) -> list[str]:
-    """Return the described arguments with integers without a recorded range."""
+    """Return the described arguments that have integers without a recorded range."""
     known = {number for number, _ in data.get("integers", ())}
     views = enumerate(map(TensorSpec.of, data["tensors"]))
     numbers = {number for number, view in views if view.dtype not in FLOATS}

@@ -1,4 +1,4 @@
-"""The caller's state that hooks may read besides bytes: attributes of tensors, settings of torch.
+"""The caller's state that hooks may read besides bytes: tensor attributes, torch settings.
 
 Hooks run in a child, on tensors rebuilt from bytes, which lack this state. Only calls with hooks
 pay for it, and only a child with torch reads it.
@@ -18,7 +18,7 @@ from safetune.inputs import kernel_pickle
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What a tensor has besides its elements."""
+    """The facts of a tensor besides its elements."""
 
     requires_grad: bool
     is_leaf: bool
@@ -26,7 +26,7 @@ class TensorFacts:
     attributes: dict[str, Any] = field(default_factory=dict)  # of its own, that are plain data
 
     def on(self, tensor: Any) -> Any:
-        """Return a tensor with the same elements and these facts, as far as that is possible."""
+        """Return a tensor with the same elements and, as far as possible, these facts."""
         import torch
 
         if self.requires_grad and not self.is_leaf:  # which a hook may change in place
@@ -69,7 +69,7 @@ class CallerView:
         )
 
     def set(self) -> None:
-        """Take these settings over."""
+        """Apply these settings."""
         import torch
 
         torch.set_grad_enabled(self.grad)
@@ -120,7 +120,7 @@ def _precision() -> tuple[bool, str]:
 
 
 def packed(tensors: Sequence[Any]) -> bytes:
-    """Return the view that the hooks of a call with these tensors have."""
+    """Return the view for hooks of a call with these tensors."""
     if not tensors:
         return b""
     import torch

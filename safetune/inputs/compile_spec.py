@@ -1,11 +1,11 @@
 """The compiler's input for one config, so that another process can compile it without a GPU.
 
-The input (signature, constexprs, attributes, options) is taken from the launch itself, because
+The input (signature, constexprs, attributes, options) comes from the launch itself, because
 heuristics and pre-hooks may change any of it. A compile child then writes an entry of Triton's own
 disk cache, under the key that the launch will look up.
 
 A launch without hooks is resolved in the caller, on copies of its jit function and heuristics, so
-that compiling begins while the measuring child is still starting. A launch with hooks is resolved
+that compilation starts while the measuring child is still starting. A launch with hooks is resolved
 in the measuring child, on the rebuilt arguments.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def capture_spec(jit: JITFunction, launch: Callable[[], object], device: int) -> bytes:
-    """Run `launch` up to the point where Triton would compile, and return what it would compile.
+    """Run `launch` up to the point where Triton would compile, and return the compiler's input.
 
     Nothing is compiled, loaded or launched.
     """
@@ -42,12 +42,9 @@ def packed(jit: JITFunction, spec: tuple[Any, ...]) -> bytes:
 
 
 class CallerSpecs:
-    """The specs of a call's configs, made in the caller if they are certain to be the child's.
+    """The specs of a call's configs, made in the caller if they are certain to equal the child's.
 
-    The caller's own objects are not changed, because other threads may be launching them.
-
-    Args:
-        most_shared: see `triton_compile.compiled_binary`.
+    The caller's own objects stay unchanged, because other threads may be launching them.
     """
 
     def __init__(self, call: Call, has_arguments: bool = True, most_shared: int = 0) -> None:
@@ -59,10 +56,10 @@ class CallerSpecs:
     def spec_of(
         self, config: Config, values: Mapping[str, Any] | None = None
     ) -> Binary | bytes | None:
-        """Return the binary of a config if it is in the disk cache, else what `capture_spec`
-        returns in the measuring child; None if only the child can tell.
+        """Return a config's binary if it is in the disk cache, otherwise the result that
+        `capture_spec` would have in the measuring child; None if only the child can tell.
 
-        `values` are those that heuristics set; without them they are run.
+        `values` are set by heuristics; if None, the heuristics run now.
         """
         jit = self._jit
         if not self._usable or jit is None or config.pre_hook is not None:
@@ -97,7 +94,7 @@ def _plain(call: Call, jit: JITFunction) -> bool:
 def pack_for_compiler(jit: JITFunction) -> bytes:
     """Return a jit function as bytes for a compile child.
 
-    `launch_metadata` is left out: only launches need it, and it may need torch.
+    Omits `launch_metadata`: only launches need it, and it may need torch.
     """
     copied = copy.copy(jit)
     copied.launch_metadata = None

@@ -1,8 +1,8 @@
 """Blocks of a call, copied on their devices into memory that a child can map.
 
-It is a copy, so nothing that a config writes can reach the caller. All blocks of a device are in
-one piece of memory, which is freed when the tuning and its child have ended. Where there is little
-room, some blocks, or the rest of one, go through a memory file instead.
+A child gets a copy, so nothing that a config writes can reach the caller. All blocks of a device
+share one piece of memory, which is freed after the tuning and its child have ended. If there is
+little room, some blocks, or the rest of one, go through a memory file instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CUT = 1 << 21
 
 @dataclass(frozen=True)
 class HandOver:
-    """The pieces of shared memory, and by the number of each block in one its place there."""
+    """The pieces of shared memory, and the place of each block in them, by block number."""
 
     memories: tuple[tuple[str, SharedMemory], ...] = ()  # each with its device
     places: Mapping[int, Place] = field(default_factory=dict)
@@ -37,15 +37,15 @@ class HandOver:
 
 
 def copied(merged: Sequence[Span], numbers: Sequence[int], rooms: Mapping[str, int]) -> HandOver:
-    """Return copies of blocks on their devices, or of as many of their bytes as there is room for.
+    """Return copies of blocks on their devices, or of as many bytes as there is room for.
 
-    The work that is queued on a device's current stream is waited for.
+    Waits for the work queued on a device's current stream.
 
     Args:
         numbers: of the blocks to copy, the most important first.
-        rooms: the bytes to take at most, by device.
+        rooms: the most bytes to use, by device.
 
-    Raises `BackendError` where a driver refuses, or has no memory left.
+    Raises `BackendError` if a driver refuses or is out of memory.
     """
     memories: list[tuple[str, SharedMemory]] = []
     places: dict[int, Place] = {}

@@ -1,10 +1,10 @@
 """A kernel and its call as bytes that another process can rebuild.
 
-A jit function travels by value: its Python function through cloudpickle, its source lines beside
-it, so that the child's copy has the same text at the same lines and therefore the same cache key.
-The user's modules are not imported for it: a script without a main guard, a notebook cell and a
-closure work like a module, and a module with side effects does not run twice. What a kernel, a
-hook or a heuristic refers to by module is imported by name, as pickle does.
+A jit function travels by value: its Python function through cloudpickle, with its source lines, so
+that the child's copy has the same text at the same lines and therefore the same cache key. The
+child does not import the user's modules: a script without a main guard, a notebook cell and a
+closure work like a module, and a module with side effects does not run twice. References of a
+kernel, a hook or a heuristic to a module are imported by name, as in pickle.
 
 Tensors are not pickled. Each becomes its number in a `TensorTable`; their storages go through a
 memory file (see `snapshot`).
@@ -47,7 +47,7 @@ def pack(
 
     Args:
         what: the name of `value` in an error, e.g. `the arguments of add_kernel`.
-        tensors: filled with every tensor met; without it a tensor is an error.
+        tensors: collects every tensor; without it, a tensor is an error.
         by_value: functions whose modules the other process need not import.
     """
     modules = _own_modules(by_value)
@@ -65,9 +65,9 @@ def unpack(
     tensors: Sequence[Any] = (),
     size: Callable[[tuple[int, ...]], Any] | None = None,
 ) -> Any:
-    """Rebuild what `pack` packed, with `tensors` in the places of the table's.
+    """Rebuild the output of `pack`, with `tensors` in place of the table's.
 
-    `size` makes what stands for the shape of a tensor; without it torch does.
+    `size` creates the shape of a tensor; without it, torch does.
     """
     return _Unpacker(io.BytesIO(data), tensors, size).load()
 

@@ -1,4 +1,4 @@
-"""Whether a call's tensors fit a second time: in the host's memory, and on their devices."""
+"""Checks that a call's tensors fit a second time: in host memory, and on their devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLOW = 1 << 30
 
 
 def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
-    """Return the bytes of each argument's largest storage."""
+    """Return the size of each argument's largest storage, in bytes."""
     found: dict[str, int] = {}
     for owner, size in zip(owners, storages, strict=True):
         found[owner] = max(size, found.get(owner, 0))
@@ -30,7 +30,7 @@ def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
 
 
 def check_host(needed: int, arguments: Mapping[str, int]) -> None:
-    """Raise `NotReproducible`, which names the largest arguments, if the host has less left."""
+    """Raise `NotReproducible`, naming the largest arguments, if the host has fewer bytes left."""
     free = host_free()
     if needed > free:
         raise too_large("host memory", needed, free, arguments)
@@ -41,12 +41,12 @@ def check_device(
 ) -> tuple[int, str]:
     """Check that a device can hold another `size` bytes of arguments.
 
-    If they would not fit a third time, idle memory is released first: the idle child of an earlier
-    tuning, by `drop_idle`, then the unused blocks of torch's allocator. Where that is not enough,
-    some go through host memory.
+    If it could not hold them a third time, idle memory is released first: the idle child of an
+    earlier tuning, by `drop_idle`, then the unused blocks of torch's allocator. If that is not
+    enough, some bytes go through host memory.
 
-    Return the bytes that may be taken for the third copy, and what to tell of the others: nothing
-    where they are few.
+    Return the bytes available for the third copy, and a note for the user about the others; empty
+    if they are few.
 
     Raises:
         NoMemory: they do not fit now.
@@ -91,7 +91,7 @@ def too_large(
 
 
 def host_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the bytes that this process could still allocate, by the machine and its cgroups."""
+    """Return the bytes that this process can still allocate within the machine and its cgroups."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     info = {name: int(kib) << 10 for name, kib, *_ in lines}
     return min(info["MemAvailable:"] + info["SwapFree:"], *_cgroup_free(root, own), 1 << 62)
@@ -122,5 +122,5 @@ def _left(folder: Path) -> int:
 
 
 def device_free(index: int) -> int:
-    """Return the bytes that are free on a device; a capture in another thread stays valid."""
+    """Return the free bytes of a device; a capture in another thread stays valid."""
     return backend.required().memory(index).free

@@ -1,7 +1,8 @@
-"""Addresses among a call's arguments, which mean nothing in another process.
+"""Addresses among a call's arguments, which are meaningless in another process.
 
-A grouped kernel gets an int64 tensor of addresses, others an address as an integer. Most large
-numbers are not addresses, so the driver is asked about each; without a driver, the memory map.
+A grouped kernel gets an int64 tensor of addresses, other kernels an address as an integer. Most
+large numbers are not addresses, so each is checked with the driver or, without a driver, in the
+memory map.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ASKED, _LOOKED_AT = 1024, 1 << 20
 
 
 def check(name: str, numbers: Iterable[int], interpreted: bool) -> None:
-    """Raise `NotReproducible` for an argument with an address among these plausible numbers."""
+    """Raise `NotReproducible` if one of an argument's plausible numbers is an address."""
     live = functools.cache(is_live)  # the memory map is read for the first number
     for number in numbers:
         if live(interpreted)(number):
@@ -31,7 +32,9 @@ def check(name: str, numbers: Iterable[int], interpreted: bool) -> None:
 
 
 def plausible(values: torch.Tensor) -> list[int]:
-    """Return distinct values of a CPU tensor that could be addresses, or a sample of many."""
+    """Return the distinct values of a CPU tensor that could be addresses; a sample if there are
+    many.
+    """
     if values.dtype not in (torch.int64, torch.uint64) or values.numel() == 0:
         return []
     signed = values.view(torch.int64)
@@ -43,7 +46,7 @@ def plausible(values: torch.Tensor) -> list[int]:
 
 
 def is_live(interpreted: bool) -> Callable[[int], bool]:
-    """Return a function that tells whether an address is mapped in this process now."""
+    """Return a function that tells whether this process has an address mapped now."""
     if not interpreted:
         return backend.required().is_known_pointer
     found = backend.current()
@@ -64,7 +67,7 @@ def is_live(interpreted: bool) -> Callable[[int], bool]:
 
 
 def not_reproducible(name: str, address: int) -> NotReproducible:
-    """Return the error for an argument with an address in it."""
+    """Return the error for an argument that contains an address."""
     return NotReproducible(
         f"{name} holds an address of this process ({address:#x}), which is invalid in a tuning "
         "process: make such values there with `inputs=`, or tune this kernel with "

@@ -21,7 +21,7 @@ _CHUNK = 1 << 24
 
 
 def is_drawable(views: Iterable[TensorSpec], misalignment: int) -> bool:
-    """Whether every view of a block has the same float type, with whole elements in one grid."""
+    """Whether all views of a block have the same float type and are aligned to whole elements."""
     kinds = {_REAL.get(view.dtype, "") for view in views}
     if len(kinds) != 1 or "" in kinds:
         return False
@@ -32,12 +32,12 @@ def is_drawable(views: Iterable[TensorSpec], misalignment: int) -> bool:
 
 
 def real_dtype(dtype: str) -> str:
-    """Return the float type that the elements of a drawable type consist of."""
+    """Return the real float type behind a drawable type, such as a complex one."""
     return _REAL[dtype]
 
 
 def noise_like(tensor: torch.Tensor, seed: int) -> Noise:
-    """Return noise with the mean, spread and range of a tensor's sample."""
+    """Return noise with the mean, spread and range of a sample of a tensor."""
     dtype = real_dtype(str(tensor.dtype).removeprefix("torch."))
     values = _sample(tensor).view(getattr(torch, dtype)).float().double()
     values = values[values.isfinite()]
@@ -49,7 +49,7 @@ def noise_like(tensor: torch.Tensor, seed: int) -> Noise:
 
 
 def draw(target: torch.Tensor, noise: Noise, device: str) -> None:
-    """Fill `target`, which holds bytes, with values drawn on `device`."""
+    """Fill `target`, a byte tensor, with values drawn on `device`."""
     dtype = getattr(torch, noise.dtype)
     used = target.numel() // dtype.itemsize * dtype.itemsize
     target[used:].zero_()
@@ -63,8 +63,8 @@ def draw(target: torch.Tensor, noise: Noise, device: str) -> None:
 
 
 def scale(target: torch.Tensor, dtype: str, seed: int) -> None:
-    """Multiply the floats in `target`, which holds bytes, by random factors from 0.5 to 1: signs,
-    infinities and zeros stay. Where all are 0, the factors take their place.
+    """Multiply the floats in `target`, a byte tensor, by random factors from 0.5 to 1. Signs,
+    infinities and zeros stay; if all floats are 0, the factors replace them.
     """
     kind = getattr(torch, dtype)
     generator = torch.Generator(target.device)

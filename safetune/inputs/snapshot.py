@@ -1,9 +1,9 @@
 """The caller's tensors, copied once into memory that children can map.
 
-Storages that overlap in memory become one block, so arguments that alias each other still do. The
-copies are on their devices where there is room (`hand_over`), else in a memory file. The caller's
-own memory is not shared, so nothing that a config writes can reach the caller. What makes a copy
-impossible is found here, in the caller, before any child starts.
+Storages that overlap in memory become one block, so aliasing arguments still alias. The copies stay
+on their devices if there is room (`hand_over`), otherwise in a memory file. The caller's own memory
+is not shared, so nothing that a config writes can reach the caller. This module finds whatever
+makes a copy impossible, in the caller, before any child starts.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def copy_inputs(
     on_devices: bool = True,
     outputs: Collection[str] = (),
 ) -> Snapshot:
-    """Return the copies of a call's tensors that a child gets, besides the packed call.
+    """Return the copies of a call's tensors that a child gets besides the packed call.
 
     Args:
-        tensors: all of the call's, in the order of the packed call; also those of hooks.
-        free_memory: ends the idle child of a device, where memory is short.
-        on_devices: whether the copies may take memory of the devices until the snapshot is closed.
-        outputs: arguments that are written; where there is little room, theirs are on the device.
+        tensors: all tensors of the call and its hooks, in the order of the packed call.
+        free_memory: ends the idle child of a device if memory is short.
+        on_devices: whether the copies may use device memory until the snapshot is closed.
+        outputs: arguments that are written; their copies get device memory first.
 
     Raises:
         KernelNotTransferable: a tensor has no plain storage.
-        NotReproducible: an argument holds addresses, or the copies do not fit.
+        NotReproducible: an argument contains addresses, or the copies do not fit.
     """
     owners = owners_of(call.named(), tensors)
     made = call.hooks.inputs is not None
@@ -86,20 +86,20 @@ class Snapshot:
     """The bytes behind some tensors, in a memory file that children can map.
 
     Args:
-        owners: the argument that each tensor belongs to, or nothing for a hook's. Only tensors of
-            arguments are drawn at random.
-        limit: the bytes to copy before float blocks are drawn at random; None copies all.
-        rooms: the bytes to take of each device for copies there, if its driver can share them.
-        outputs: the arguments whose copies are on a device first.
-        index: of the device that reads what is pinned; -1 where all on the host is the host's.
+        owners: the argument of each tensor, empty for a hook's. Only tensors of arguments are drawn
+            at random.
+        limit: the most bytes to copy; float blocks beyond it are drawn at random. None: no limit.
+        rooms: the bytes for copies on each device, if its driver can share memory.
+        outputs: the arguments whose copies get device memory first.
+        index: the device that reads pinned memory; -1 if no device reads host memory.
 
     Attributes:
-        regenerated: the arguments with a tensor that is not copied but drawn.
-        notes: why tuning is slow, a sentence for each reason.
+        regenerated: the arguments with a tensor that is drawn, not copied.
+        notes: why tuning is slow, one sentence per reason.
 
     Raises:
         KernelNotTransferable: a tensor has no plain storage.
-        NotReproducible: the host has no memory left for the copy.
+        NotReproducible: the host has too little memory for the copy.
     """
 
     notes: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class Snapshot:
         return tuple(memory.fd for _, memory in self._on_device.memories)
 
     def close(self) -> None:
-        """Close the memory; children that have mapped it keep their mapping."""
+        """Close the memory; children keep their mappings of it."""
         os.close(self.fd)
         self._close_shared()
 
@@ -216,7 +216,7 @@ class Snapshot:
 
 
 def pinned_spans(tensors: Sequence[torch.Tensor], index: int) -> list[Span]:
-    """Return the memory of the host among tensors that kernels on a device can read."""
+    """Return the spans of host memory among tensors that kernels on a device can read."""
     found = backend.current() if index >= 0 else None
     if found is None:
         return []
@@ -227,7 +227,9 @@ def pinned_spans(tensors: Sequence[torch.Tensor], index: int) -> list[Span]:
 def check_pinned(
     pinned: Sequence[Span], tensors: Sequence[torch.Tensor], owners: Sequence[str], limit: int
 ) -> None:
-    """Raise `TooMuchPinned` if a child may not pin as much: no other process gets that memory."""
+    """Raise `TooMuchPinned` if a child may not pin this much; other processes cannot use pinned
+    memory.
+    """
     size, free = sum(span.size for span in pinned), memory_budget.host_free() // 2
     if size <= min(limit, free):
         return

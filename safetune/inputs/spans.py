@@ -1,6 +1,6 @@
-"""The bytes behind tensors: where they are in memory, in a memory file and in a child.
+"""The bytes behind tensors: their places in memory, in a memory file and in a child.
 
-A child that needs no torch reads layouts, so torch is imported where a tensor is asked for.
+A child without torch reads layouts, so only functions that need tensors import torch.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ PINNED = "pinned"
 
 @dataclass(frozen=True)
 class Noise:
-    """How the bytes of a block are drawn: normal values of a real dtype, cut to [low, high].
+    """The random values of a block: normal values of a real dtype, clipped to [low, high].
 
-    A seed gives the same bits in every process that draws on the same kind of device.
+    A seed gives the same bits in all processes that draw on the same kind of device.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Place:
-    """`size` bytes at `offset` in one piece of a layout's shared memory, by its number."""
+    """`size` bytes at `offset` in a numbered piece of a layout's shared memory."""
 
     memory: int
     offset: int
@@ -67,9 +67,9 @@ class Place:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One run of bytes: `size` bytes at `offset` in the memory file, to be placed on `device` at
-    an address that is `misalignment` past a multiple of 512. With `noise` they are drawn instead.
-    Only the rest is in the file where the first of them are at a `place` on the device.
+    """One run of bytes: `size` bytes at `offset` in the memory file, to be placed on `device` at an
+    address that is `misalignment` past a multiple of 512. With `noise` they are drawn instead. If
+    the first of them are at a `place` on the device, the file has only the rest.
     """
 
     device: str
@@ -81,7 +81,7 @@ class BlockSpec:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is memory of the host that a device reads."""
+        """Whether it is host memory that a device reads."""
         return self.device.startswith(PINNED)
 
     @property
@@ -102,17 +102,19 @@ class TensorSpec:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> TensorSpec:
-        """Return the view in plain JSON data, which has no tuples."""
+        """Return the view from plain JSON data, which has no tuples."""
         return cls(**{**data, "shape": tuple(data["shape"]), "stride": tuple(data["stride"])})
 
     def is_dense(self) -> bool:
-        """Whether no other bytes are between the elements."""
+        """Whether the elements are contiguous in memory, in any order."""
         return are_packed(sorted(zip(self.shape, self.stride, strict=True), key=itemgetter(1)))
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A tensor of the caller that is not copied: the properties of a meta tensor in its place."""
+    """A tensor of the caller that is not copied: the properties of the meta tensor that replaces
+    it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -128,7 +130,9 @@ class Absent:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a call's tensors are in a memory file, and by their number those that are not."""
+    """The places of a call's tensors in a memory file, and the tensors that are not copied, by
+    number.
+    """
 
     blocks: tuple[BlockSpec, ...]
     tensors: tuple[TensorSpec, ...]
@@ -138,19 +142,19 @@ class Layout:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name that a tensor's type has in `torch`."""
+    """Return the name of a tensor's type in `torch`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a type, by the name that torch gives it."""
+    """Return the bytes per element of a type, by its torch name."""
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
 def are_packed(dims: Sequence[tuple[int, int]]) -> bool:
-    """Whether each dimension (size, stride), the innermost first, begins where the last one ends;
-    those of a tensor without elements always do.
+    """Whether each dimension (size, stride), innermost first, begins where the previous one ends;
+    always true for tensors without elements.
     """
     expected = 1
     for size, step in dims:
@@ -175,14 +179,15 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return self.end - self.start
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """Return where a tensor's storage is.
+    """Return the address range of a tensor's storage.
 
-    Raises `KernelNotTransferable` where it is not plain (sparse, fake, a wrapper subclass).
+    Raises `KernelNotTransferable` unless the tensor is plain (not sparse, fake, or a wrapper
+    subclass).
     """
     found = backend.current()
     with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -197,7 +202,7 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """Return the storages of tensors; storages that overlap are merged."""
+    """Return the storages of tensors, with overlapping storages merged."""
     merged: list[Span] = []
     for span in sorted({span_of(tensor) for tensor in tensors}):
         if merged and merged[-1].device == span.device and span.start < merged[-1].end:
@@ -208,7 +213,7 @@ def merged_spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
 
 
 def block_of(span: Span, merged: Sequence[Span]) -> int:
-    """Return the index of the merged span that contains this one."""
+    """Return the index of the merged span that contains `span`."""
     return next(
         index
         for index, block in enumerate(merged)
@@ -231,7 +236,7 @@ def tensor_spec(tensor: torch.Tensor, merged: Sequence[Span]) -> TensorSpec:
 
 
 def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor as its view of a block's bytes."""
+    """Return a tensor from its spec, as a view of a block's bytes."""
     import torch
 
     view = torch.empty(0, dtype=getattr(torch, spec.dtype), device=block_bytes.device)
@@ -242,14 +247,14 @@ def view_of(block_bytes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage behind a tensor, as bytes; no copy."""
+    """Return the whole storage behind a tensor as bytes, without a copy."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def reading(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Copy from a device to the host in here, see `Backend.reading`."""
+    """Copy from a device to the host in the body, see `Backend.reading`."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     return backend.required().reading(device.index)

@@ -35,7 +35,7 @@ WorkloadFunction = Callable[..., Iterable[Workload]]
 
 @dataclass(frozen=True)
 class DeclaredWorkload:
-    """A workload function as registered by `@kernel.workload`."""
+    """A workload function that `@kernel.workload` has registered."""
 
     function: WorkloadFunction  # yields `Workload`s for a torch device and dtype
     dtypes: tuple[str, ...] = ()  # by name; empty means the default dtype

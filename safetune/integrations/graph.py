@@ -1,4 +1,4 @@
-"""`safetune.graph`: torch.cuda.graph, with a report of safetune's work during the capture."""
+"""`safetune.graph`: torch.cuda.graph with a report of safetune's work during the capture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from safetune.miss import reporting, under_capture
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """A capture, as safetune saw it; a prepared one has no misses, tunings or allocations.
+    """A capture as safetune saw it; after `prepare` it has no misses, tunings or allocations.
 
     Attributes:
         graph: the name given to `safetune.graph`, or the driver's number of the capture.
@@ -42,7 +42,7 @@ class CaptureReport:
 
     @property
     def outdated(self) -> tuple[CapturedMiss, ...]:
-        """The misses whose key has another choice by now: if there are any, capture again."""
+        """The misses whose key has another choice by now; if there are any, capture again."""
         return tuple(each for each in self.misses if each.outdated)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Watch:
     """Counts the misses, tunings and allocations of one capture, and logs all stacks if it hangs.
 
     Attributes:
-        report: up to now, or at the end of the capture.
+        report: so far, or final after the capture.
     """
 
     def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
@@ -84,7 +84,7 @@ class Watch:
         return self
 
     def begin(self) -> None:
-        """Begin to count: a capture has begun on the current stream."""
+        """Begin counting: a capture has begun on the current stream."""
         self._capture = backend.capture_under_way()
         self._name = self._name or f"capture {self._capture}"
         if self._capture:
@@ -131,7 +131,7 @@ class Watch:
 
 
 def stacks() -> str:
-    """Return the stack of every thread of this process, as a traceback shows it."""
+    """Return the stacks of all threads of this process, formatted like tracebacks."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(identifier, identifier)}:\n{''.join(traceback.format_stack(frame))}"
@@ -197,7 +197,7 @@ _unloads: list[Callable[[Any], object]] = []
 
 @contextlib.contextmanager
 def modules_stay_loaded() -> Iterator[None]:
-    """Leave kernels that are collected meanwhile on the device, for as long as the process lives.
+    """Keep kernels that are garbage-collected in the body loaded for the life of the process.
 
     Triton 3.9's `CompiledKernel.__del__` calls cuModuleUnload, and Python's collector may run at
     any allocation. The driver may refuse that call under capture, and a graph that has captured a
@@ -221,9 +221,9 @@ def modules_stay_loaded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmasked(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter a context whose error at its end does not replace the error of the body.
+    """Enter a context whose exit error does not replace the error of the body.
 
-    If the body has made a capture invalid, its end fails too, without the reason.
+    If the body has invalidated a capture, its exit fails too, without the reason.
     """
     inner.__enter__()
     try:

@@ -43,8 +43,7 @@ def install(
     """Replace `triton.autotune` by safetune's decorator.
 
     Tuners of Triton's own class, or of a library's subclass, are intercepted when they launch. A
-    second call can add names and change `on_miss`, `measure` and `same_bits`, nothing
-    else.
+    second call can only add names and change `on_miss`, `measure` and `same_bits`.
 
     Args:
         keep: `kernel:name` or `module.kernel:name` for each key name that must not be dropped.
@@ -82,7 +81,7 @@ def install(
 
 
 def launched_in_place_of(kernel: Any, also_if_not_installed: bool = False) -> Any:
-    """Return the tuner of safetune that launches in place of one of Triton's; None without one."""
+    """Return the safetune tuner that launches in place of a Triton tuner; None without one."""
     from triton.runtime.autotuner import Autotuner
 
     from safetune.integrations import shadow_tuner
@@ -126,7 +125,7 @@ def _replacement(installation: Installation, stock: Callable[..., Any]) -> Calla
 
 
 def when_triton_is_imported() -> None:
-    """Install at once if Triton is imported, else right after its import."""
+    """Install at once if Triton is imported, otherwise right after its import."""
     if "triton" in sys.modules:
         install()
     else:

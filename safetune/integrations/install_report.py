@@ -1,4 +1,4 @@
-"""The counts of `install` in this process, and the lines that it prints at exit."""
+"""The counts of `install` in this process, and the report that it prints at exit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LEFT = "by SAFETUNE_LEAVE or leave="
 
 
 class Installation(Observer):
-    """What has gone through the replaced `triton.autotune` in this process.
+    """The use of the replaced `triton.autotune` in this process.
 
     Attributes:
-        tuners: every tuner of safetune that was made; a shadow tuner at its first launch.
+        tuners: every safetune tuner that was made; a shadow tuner counts from its first launch.
         refused: kernels left to Triton, with the reason.
         launches, misses: of all tuners.
     """
@@ -37,7 +37,7 @@ class Installation(Observer):
         self._forked, self._reported = forked, False
 
     def refuse(self, fn: Any, reason: object) -> None:
-        """Note that a kernel is left to Triton, and why, in one line."""
+        """Record that a kernel is left to Triton, with the reason in one line."""
         text = str(reason).partition("\n")[0]
         self.refused[kernel_name(fn)] = text.removeprefix(prefix())  # of a warning made an error
 

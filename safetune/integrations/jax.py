@@ -33,11 +33,11 @@ def triton_call(
     device: int | None = None,
     **options: Any,
 ) -> Any:
-    """Call a safetuned kernel as `jax_triton.triton_call` does; its other options are taken too.
+    """Call a safetuned kernel as `jax_triton.triton_call` does; accepts its other options, too.
 
-    The kernel gets `args`, a pointer for each of `out_type`, then constants by name. Outside
-    `jax.jit` a key without a choice is tuned, on copies of the arrays. Inside there is no data, so
-    the key must have a choice.
+    The kernel gets `args`, one pointer per `out_type`, then constants by name. Outside `jax.jit`, a
+    key without a choice is tuned on copies of the arrays. Inside, there is no data, so the key must
+    have a choice.
 
     Args:
         grid: integers, or a function of the arguments with the chosen config's values.

@@ -1,4 +1,4 @@
-"""`safetune.prepare`: have everything that a function launches ready before a graph captures it."""
+"""`safetune.prepare`: prepares everything that a function launches before a graph captures it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PreparedKey:
     Attributes:
         kernel: its name.
         key: in readable form.
-        config: the config of the last launch; empty where no launch succeeded.
-        launches, hits: how often it was launched, and how often with a config known before.
-        settled: whether the next launch of it needs neither the store nor a tuning.
+        config: the config of the last launch; empty if no launch succeeded.
+        launches, hits: the number of launches, and of those whose config was already known.
+        settled: whether its next launch needs neither the store nor a tuning.
     """
 
     kernel: str
@@ -42,15 +42,16 @@ class PreparedKey:
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What `prepare` found and did.
+    """The results of `prepare`.
 
     Attributes:
         keys: every safetuned kernel and key that the function launched, in order.
-        tunings: how many of them were tuned now; the other misses were found in the store.
-        compiles: how many binaries Triton made, or found in its disk cache, in this process.
-        scratch_bytes: the largest scratch memory that one launch asked for.
+        tunings: the number of them tuned now; the store had the other misses.
+        compiles: the number of binaries that Triton made or found in its disk cache in this
+            process.
+        scratch_bytes: the most scratch memory that one launch requested.
         seconds: wall time.
-        recapture: keys that earlier graphs launch with a fallback, and that have a choice now.
+        recapture: keys that earlier graphs launch with a fallback but that have a choice now.
     """
 
     keys: tuple[PreparedKey, ...]
@@ -62,17 +63,17 @@ class PrepareReport:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels, each once."""
+        """The names of the kernels, without duplicates."""
         return tuple(dict.fromkeys(key.kernel for key in self.keys))
 
     @property
     def hits(self) -> int:
-        """How many launches found their config known."""
+        """The number of launches whose config was known."""
         return sum(key.hits for key in self.keys)
 
     @property
     def unsettled(self) -> tuple[PreparedKey, ...]:
-        """The keys that still have no choice, as they could not be tuned now."""
+        """The keys that still have no choice because they could not be tuned now."""
         return tuple(key for key in self.keys if not key.settled)
 
 
@@ -80,9 +81,9 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
     """Call `fn(*args, **kwargs)`, so that a capture of the same call only launches.
 
     Every tuned kernel that `fn` launches, from any thread, is tuned if it has no choice, compiled,
-    loaded and run once; background tunings are waited for. `fn` is called twice only if a tuning
-    was already running, to load its choice. Afterwards the device is idle and no tuning process
-    holds its memory.
+    loaded and run once. `prepare` waits for background tunings, and calls `fn` a second time only
+    if a tuning was already running, to load its choice. Afterwards the device is idle and no tuning
+    process holds its memory.
 
     Raises:
         CaptureError: called under capture.

@@ -1,8 +1,8 @@
-"""Tuners that `install` could not replace: a shadow tuner of safetune launches in their place.
+"""Tuners that `install` could not replace: a safetune shadow tuner launches in their place.
 
-A library's subclass of Triton's tuner, or a decorator that was applied before `install`, makes a
-tuner that safetune did not make. Its launches still come to `run` of Triton's class, if need be by
-`super().run(...)`. From there its shadow tuner launches, made with the same settings.
+A library's subclass of Triton's tuner, or a decorator applied before `install`, makes a tuner that
+safetune did not make. Its launches still reach `run` of Triton's class, if only by
+`super().run(...)`. There its shadow tuner takes over, with the same settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TUNING = ("_bench", "prune_configs", "check_disk_cache", "do_bench")
 
 
 class Shadow:
-    """The shadow of one tuner of Triton's."""
+    """The shadow of one Triton tuner."""
 
     def __init__(self, kernel: Any, tuner: Any) -> None:
         self.tuner = tuner  # None where the kernel is left to Triton with these settings
@@ -50,7 +50,7 @@ class Shadow:
         return type(None), ()  # a tuner that was pickled gets another
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Launch, tuning first if need be, and leave on `kernel` what Triton's `run` leaves."""
+        """Launch, tuning first if necessary, and leave on `kernel` what Triton's `run` leaves."""
         if kernel.cache is not self.tuner.cache:  # the library has assigned another one
             self.tuner.cache = kernel.cache
             kernel.cache = self.tuner.cache
@@ -90,7 +90,7 @@ def reach(installation: Installation) -> None:
 
 
 def leave(kernel: Any) -> Any:
-    """Leave a tuner to Triton, whatever it launches; return it."""
+    """Leave a tuner to Triton, whatever it launches; return the tuner."""
     kernel.__dict__[_ATTRIBUTE] = False
     return kernel
 

@@ -1,4 +1,4 @@
-"""The processes that compile and measure, seen from the caller's process.
+"""The processes that compile and measure, from the view of the caller's process.
 
 In: jobs. Out: outcomes.
 """

@@ -1,6 +1,6 @@
-"""One child as its parent sees it: a process, a private pipe, the file that it prints to.
+"""One child from its parent's view: a process, a private pipe, and its output file.
 
-A child that has done its jobs is kept for the next tuning for a short time.
+After its jobs, a child is kept for a short time for the next tuning.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _stuck: dict[int, int] = {}
 
 
 def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> Start:
-    """Return the job with the environment, the paths, the program's arguments and Triton's knobs
-    that this process has now.
+    """Return the job with this process's current environment, paths, program arguments and Triton
+    knobs.
     """
     environment = child_environment()
     if gpu_blind:
@@ -63,9 +63,9 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
 
 
 def check_device(index: int) -> None:
-    """Raise where a child must not use a device; -1 is the interpreter.
+    """Raise if a child must not use a device; -1 is the interpreter.
 
-    The caller has a context on the device, or will need one for the launch that follows.
+    The caller has a context on the device, or will need one for the following launch.
 
     Raises:
         DeviceUnavailable: a fault there could reach this process, or a killed child is stuck.
@@ -93,7 +93,7 @@ def _note_stuck(index: int, pid: int) -> None:
 
 
 class ChildFailed(Exception):
-    """A child did not answer its job: it died, hung, or sent something else. It was killed."""
+    """A child did not answer its job: it died, hung, or sent something else. It has been killed."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.label)
@@ -107,10 +107,10 @@ class Child:
     """One forked process and the private pipe to it; raises `WorkerUnavailable`.
 
     Args:
-        device: the device that it uses, where nothing is tuned while a killed child has not ended.
+        device: the device that it uses; a killed child that has not ended blocks tuning there.
         forks: the server that forks it.
-        started: send `start_job` and wait for its answer; else `start_job` has to be the first job.
-        modules: what the server imports before it forks.
+        started: send `start_job` and wait for its answer; otherwise it must be the first job.
+        modules: imported by the server before it forks.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended or is ending, with its server, or was abandoned."""
+        """Whether the process has ended, is ending with its server, or was abandoned."""
         if not self._alive or not self._server.is_running(self._parent):
             return True
         return self._pidfd is not None and protocol.has_ended(self._pidfd)
 
     def send(self, job: Job, fds: tuple[int, ...] = (), timeout_s: float = START_S) -> None:
-        """Send a job. That a child has died, or does not read, is found with its answer."""
+        """Send a job. If the child has died or does not read, `answer` reports it."""
         self._output.mark()
         self._last_job += 1
         self.unanswered += 1
@@ -172,10 +172,10 @@ class Child:
             pass
 
     def answer(self, timeout_s: float) -> tuple[Answer, bytes]:
-        """Return the answer to the first job that has none yet, and its bytes.
+        """Return the answer to the oldest unanswered job, and its bytes.
 
-        Raises `ChildFailed` where there is no answer, and `WorkerUnavailable` where the child ended
-        with its server.
+        Raises `ChildFailed` if there is no answer, and `WorkerUnavailable` if the child ended with
+        its server.
         """
         try:
             if self._unread:
@@ -195,16 +195,16 @@ class Child:
         return answer, blob
 
     def ask(self, job: Job, fds: tuple[int, ...] = (), *, timeout_s: float) -> tuple[Answer, bytes]:
-        """Send a job and return its answer; raises as `answer`."""
+        """Send a job and return its answer; raises like `answer`."""
         self.send(job, fds, timeout_s)
         return self.answer(timeout_s)
 
     def cut_output(self) -> None:
-        """Drop all but the end of the child's output if it is long."""
+        """Drop all but the end of long output."""
         self._output.cut()
 
     def kill(self) -> int | None:
-        """End the child and all that it started; return its wait status."""
+        """Kill the child and all processes that it started; return its wait status."""
         if not self._alive:
             return None
         status = self._kill()
@@ -242,7 +242,7 @@ class Child:
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
 
     def interrupt(self) -> None:
-        """Kill the process under the thread that waits for its answer; safe from any other."""
+        """Kill the process while a thread waits for its answer; safe from any other thread."""
         handle = self._pidfd
         if handle is not None:
             with contextlib.suppress(OSError):
@@ -278,7 +278,7 @@ def exit_text(code: int) -> str:
 
 
 class IdleChildren:
-    """Released children by purpose; safe to use from several threads."""
+    """Released children by purpose; thread-safe."""
 
     def __init__(self) -> None:
         self.kept_s = IDLE_EXIT_S - _IDLE_MARGIN_S
@@ -296,7 +296,7 @@ class IdleChildren:
             oldest.kill()
 
     def take(self, purpose: str) -> Child | None:
-        """Return a kept child that has not ended, the last used first; None without any."""
+        """Return the most recently used live child; None without one."""
         while True:
             with self._lock:
                 kept = self._kept.get(purpose)
@@ -308,7 +308,7 @@ class IdleChildren:
             child.kill()
 
     def drop(self) -> None:
-        """Close the pipes of all; the children then end by themselves."""
+        """Close the pipes of all children, which then exit by themselves."""
         with self._lock:
             kept, self._kept = self._kept, {}
         for children in kept.values():

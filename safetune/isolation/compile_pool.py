@@ -2,8 +2,8 @@
 
 Each child has one job running and one queued, so it does not idle while the parent measures. If a
 child dies or exceeds its deadline, the config that it was compiling fails, and another child takes
-over its queued job. The caller may let the pool give up a config that compiles for much longer than
-the others: it ends without a result. An idle child is kept for a short time, for the next tuning.
+its queued job. The caller may let the pool give up a config that compiles for much longer than the
+others; that config has no result. An idle child is kept for a short time, for the next tuning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Compiled:
-    """One config's compilation: its outcome and, if that is ok, its results."""
+    """The compilation of one config: its outcome and, if that is ok, its results."""
 
     config: int
     outcome: Outcome
@@ -65,7 +65,7 @@ class _Slot:
 
 
 def usable_cpus() -> int:
-    """Return how many CPUs this process may use: its affinity, cut by its cgroup's quota."""
+    """Return the number of CPUs that this process may use, by affinity and cgroup quota."""
     cpus = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -75,17 +75,18 @@ def usable_cpus() -> int:
 
 
 class CompilePool:
-    """Compiles the specs of one kernel; compiling begins with the first `add`.
+    """Compiles the specs of one kernel, starting with the first `add`.
 
     Args:
         kernel: returns the packed jit function (`compile_spec.pack_for_compiler`).
         timeout_s: for one config.
-        size: the most children; by default one for each core, less one where there are enough for
-            the measuring child to have its own.
-        memory_bytes: what a child, and each process that it starts, may allocate; 0: no limit.
+        size: the most children; by default one per core, minus one for the measuring child if there
+            are enough cores.
+        memory_bytes: the limit for a child and for each process that it starts; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
-        may_give_up: whether a config may end without a result, once half of the configs that
-            compile to the end have, and it takes more than `slow` times their median and `least_s`.
+        may_give_up: whether a config may end without a result: once at least as many configs have
+            compiled as are unfinished, and it takes more than `slow` times their median and
+            `least_s`.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ class CompilePool:
         self._fill()
 
     def results(self) -> Iterator[Compiled]:
-        """Yield each config's result as it is done, in no particular order; raises as `add`.
+        """Yield each config's result when it is done, in no particular order; raises like `add`.
 
-        A config that is given up has none.
+        A config that was given up has no result.
         """
         while self._unfinished or self._done:
             self.work(0.0 if self._done else protocol.SIGNAL_S)
@@ -146,7 +147,7 @@ class CompilePool:
                 yield self._done.popleft()
 
     def work(self, wait_s: float = 0.0) -> None:
-        """Keep the children busy, and wait at most this long for one; raises as `add`."""
+        """Keep the children busy, and wait at most this long for one; raises like `add`."""
         self._fill()
         self._collect(wait_s)
 

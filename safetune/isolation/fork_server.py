@@ -1,6 +1,6 @@
-"""The parent side of the fork server: started at the first miss, never before.
+"""The parent side of the fork server, which starts at the first miss, never earlier.
 
-The output of the server and its children goes to files in memory; the end of it is kept.
+The output of the server and its children goes to files in memory, which keep only its end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PYTHON = re.compile(r"\.?(python|pypy)")
 
 
 class Output:
-    """The standard output and error of one process. It needs no directory, and has no name."""
+    """The standard output and error of one process, in a file without a name or directory."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("safetune-output", os.MFD_CLOEXEC)
@@ -71,22 +71,22 @@ class Output:
         self._kept = b""
 
     def fileno(self) -> int:
-        """Return the descriptor, which a process inherits."""
+        """Return the descriptor for a process to inherit."""
         return self._fd
 
     def mark(self) -> None:
-        """Count output from here on as another job's."""
+        """Attribute later output to the next job."""
         self.cut()
         self._begin, self._kept = os.fstat(self._fd).st_size, b""
 
     def cut(self) -> None:
-        """Forget all but the end, if it is much."""
+        """Drop all but the end of long output."""
         if os.fstat(self._fd).st_size > _MOST_BYTES:
             self._kept, self._begin = self._end(), 0
             os.ftruncate(self._fd, 0)
 
     def tail(self) -> str:
-        """Return the last lines of the job."""
+        """Return the last output lines of the job."""
         with contextlib.suppress(OSError):
             return self._end().decode(errors="replace").strip()
         return ""
@@ -105,7 +105,7 @@ class Output:
 class ForkServer:
     """A process that has imported `modules` and forks children; one per parent process.
 
-    Safe to use from several threads. A process forked from this one starts a server of its own.
+    Thread-safe. A fork of this process starts its own server.
     """
 
     def __init__(self, modules: tuple[str, ...]) -> None:
@@ -122,9 +122,9 @@ class ForkServer:
         forks.register("fork servers", after_in_child=self._forget_server, at_exit=self.stop)
 
     def start(self, needed: bool = True) -> None:
-        """Start the server without waiting for it; a failure is raised by the next `fork`.
+        """Start the server without waiting for it; the next `fork` raises if that fails.
 
-        One that has ended and is not `needed` is waited for, so that it is not left as a zombie.
+        If the server has ended and is not `needed`, reap it, so that no zombie is left.
         """
         with self._lock, contextlib.suppress(WorkerUnavailable):
             self._collect()
@@ -134,10 +134,10 @@ class ForkServer:
     def fork(
         self, pipe: socket.socket, output: Output, modules: tuple[str, ...] = ()
     ) -> tuple[int, int]:
-        """Fork a child that answers on `pipe` and prints to `output`; return its pid and that of
-        the server process, which imports `modules` first, for all later children, too.
+        """Fork a child that answers on `pipe` and prints to `output`; return its pid and the
+        server's. The server first imports `modules`, for all later children, too.
 
-        Raises `WorkerUnavailable` where the server does not start or no process can be had.
+        Raises `WorkerUnavailable` if the server does not start or cannot fork.
         """
         request = {"op": "fork", "modules": modules}
         reply = self._request(request, (pipe.fileno(), output.fileno()))
@@ -146,22 +146,22 @@ class ForkServer:
         return int(reply["pid"]), int(reply["server"])
 
     def reap(self, pid: int, parent: int, kill: bool) -> int | None:
-        """Return the wait status of a child that has ended; with `kill`, it and its process group
-        are killed first. None if it does not end.
+        """Return the wait status of a child that has ended; None if it does not end. With `kill`,
+        kill it and its process group first.
 
-        Raises `WorkerUnavailable` where its server `parent` has ended, and the child with it.
+        Raises `WorkerUnavailable` if its server `parent` has ended, and the child with it.
         """
         request = {"op": "reap", "server": parent, "pid": pid, "kill": kill, "wait_s": self.reap_s}
         status: int | None = self._request(request)["status"]
         return status
 
     def is_running(self, pid: int) -> bool:
-        """Whether this process is the server now, and has not ended; waits for no other thread."""
+        """Whether this process is the current server and has not ended; does not block."""
         started = self._process
         return started is not None and started.pid == pid and started.poll() is None
 
     def stop(self) -> None:
-        """End the server, and with it every child and all that one has started."""
+        """End the server, all its children, and all processes that they started."""
         if self._ready and (started := self._process) is not None:
             started.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,7 +171,7 @@ class ForkServer:
             self._discard()
 
     def close(self) -> None:
-        """End the server permanently: this process is ending, and no tuning may start another."""
+        """End the server permanently: this process is exiting, and no tuning may start another."""
         self._closed = True
         self.stop()
 
@@ -283,13 +283,13 @@ server = ForkServer(("triton", "torch", "safetune.child.job_loop", "safetune.chi
 
 
 def start_servers(compiling: bool, with_torch: bool) -> None:
-    """Start the servers that a tuning needs, and wait for none."""
+    """Start the servers that a tuning needs, without waiting."""
     plain_server.start(compiling)
     server.start(with_torch)
 
 
 def close_servers() -> None:
-    """End both servers permanently, because this process is ending."""
+    """End both servers permanently, because this process is exiting."""
     plain_server.close()
     server.close()
 
@@ -297,8 +297,8 @@ def close_servers() -> None:
 def child_environment() -> dict[str, str]:
     """Return this process's environment without its rank in a job.
 
-    A tuning process tunes no kernel that it imports, and none that a hook launches: it would wait
-    until the tuning that it is a part of has ended.
+    A tuning process tunes no kernel that it imports or that a hook launches: it would wait for its
+    own tuning to end.
     """
     kept = {
         name: value
@@ -309,7 +309,7 @@ def child_environment() -> dict[str, str]:
 
 
 def search_path() -> list[str]:
-    """Return `sys.path` for another process: absolute, without entries ignored there."""
+    """Return `sys.path` for another process: absolute, without entries that are ignored there."""
     found = []
     for entry in sys.path:
         with contextlib.suppress(FileNotFoundError):  # the working directory has been deleted
@@ -364,8 +364,8 @@ def _file_of(data: Any) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """Raise `WorkerUnavailable` where the system refuses what a tuning needs: a descriptor, memory
-    for a file, /proc. Errors of connections stay: pipes to children have errors of their own.
+    """Raise `WorkerUnavailable` if the system refuses a resource that a tuning needs: a descriptor,
+    file memory, /proc. Connection errors pass through; pipes to children have their own errors.
     """
     try:
         yield

@@ -31,12 +31,12 @@ class MeasuringChild:
     """The measuring child of one call on one device, replaced after each outcome that is not clean.
 
     Args:
-        call: what the child rebuilds, from the files whose descriptors are `fds`.
+        call: the packed call, whose files have the descriptors `fds`.
         run_timeout_s: for one job.
-        on_host: returns the same without memory that is shared on a device, for a child that could
-            not map it, or that had no room beside it.
-        fresh: take no child that an earlier tuning has left.
-        with_torch: take one that has imported torch; without it a call may turn out to need one.
+        on_host: returns the same call without shared device memory, for a child that could not map
+            it or that ran out of memory beside it.
+        fresh: do not reuse the child of an earlier tuning.
+        with_torch: use a child with torch; without it, a call may turn out to need one.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class MeasuringChild:
             self._coming = coming
 
     def wait(self) -> Child:
-        """Return the child when it is ready for a job; raises `WorkerUnavailable`."""
+        """Return the child once it is ready for a job; raises `WorkerUnavailable`."""
         if self._child is None:
             coming, self._coming = self._coming, None
             self._child = self._prepared(self._fds) if coming is None else coming.result()
         return self._child
 
     def spec_of(self, config: int) -> tuple[Outcome, bytes]:
-        """Return what the compiler needs for a config, if the outcome is ok."""
+        """Return the compiler's input for a config, if the outcome is ok."""
         answer, blob = self._ask(protocol.Specify(config))
         return answer.outcome, blob
 
@@ -104,10 +104,11 @@ class MeasuringChild:
         groups: Sequence[Group] | None = None,
         limit_s: float | None = None,
     ) -> tuple[Outcome, OutputReport | None]:
-        """Run one config and, with a budget, time it. Whatever it does, the result is an outcome.
+        """Run one config and, with a budget, time it. Whatever the config does, the result is an
+        outcome.
 
-        With `groups`, its result is compared with theirs, and an outcome that is ok has a report.
-        `limit_s` takes the place of `run_timeout_s`.
+        With `groups`, its result is compared with theirs, and an ok outcome has a report. `limit_s`
+        replaces `run_timeout_s`.
         """
         known = None if groups is None else tuple(groups)
         answer, _ = self._ask(protocol.Measure(config, budget, known), limit_s)
@@ -126,13 +127,13 @@ class MeasuringChild:
         return self._ask(protocol.Repeat(config, time_ms))[0]
 
     def bits(self, config: int) -> tuple[int, ...]:
-        """Return `protocol.Answer.bits` of a config; empty where a launch fails."""
+        """Return `protocol.Answer.bits` of a config; empty if a launch fails."""
         return self._ask(protocol.Bits(config))[0].bits
 
     def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
-        """Time configs one after the other; return those that succeeded before one did not.
+        """Time configs one after another; return the successful ones before the first failure.
 
-        The child has all jobs from the beginning, so that it never waits between two.
+        The child gets all jobs at the start, so it never waits between two.
         """
         found: dict[int, Outcome] = {}
         child = self.wait()
@@ -152,7 +153,7 @@ class MeasuringChild:
         return found
 
     def replace(self) -> None:
-        """Use a fresh child from here on."""
+        """Use a fresh child from now on."""
         if self._coming is not None:
             self._coming.add_done_callback(_kill_unwanted)
             self._coming = None
@@ -161,7 +162,9 @@ class MeasuringChild:
             self._child = None
 
     def release(self) -> None:
-        """Leave the child to the next tuning on this device; without one it exits by itself."""
+        """Leave the child to the next tuning on this device; if there is none, it exits by
+        itself.
+        """
         if self._child is None:
             self.replace()
             return
@@ -252,13 +255,13 @@ def _kill_unwanted(coming: Future[Child]) -> None:
 
 
 def interrupt(reason: str) -> None:
-    """End every measurement of this process; the tunings raise `WorkerUnavailable(reason)`."""
+    """End all measurements of this process; the tunings raise `WorkerUnavailable(reason)`."""
     for measuring in list(_measuring):
         measuring.interrupt(reason)
 
 
 def drop_idle(index: int) -> None:
-    """Kill the idle child of a device, so that its memory is free when this returns."""
+    """Kill the idle child of a device; on return its memory is free."""
     for with_torch in (True, False):
         child = idle.take(_measures_on(index, with_torch))
         if child is not None:

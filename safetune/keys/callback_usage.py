@@ -1,8 +1,8 @@
 """The kernel arguments that the Python functions around a kernel read.
 
 Heuristics, prune functions, performance models, hooks and launch metadata get the arguments as a
-dict or by name. A function that passes its whole dict on, or whose source is missing, reads
-everything.
+dict or by name. A function that passes its whole dict on, or whose source is missing, counts as
+reading everything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def usage_in_callbacks(
     pre_hook: Any = None,
     post_hook: Any = None,
 ) -> Usage:
-    """Return the arguments that every Python function around the kernel reads."""
+    """Return the arguments that the Python functions around the kernel read."""
     jit, _ = base_function(kernel)
     prune = prune_configs_by or {}
     first: dict[str, Any] = {"position": 0}
@@ -80,12 +80,12 @@ def usage_in_callback(
     by_name: bool = False,
     fields: tuple[str, ...] = (),
 ) -> Usage:
-    """Return the names that a callable reads; None reads nothing.
+    """Return the names that a callable reads; none for None.
 
     Args:
         position: of the parameter that gets the arguments as a dict.
-        by_name: the other parameters are kernel arguments too.
-        fields: the attributes that hold the dicts, where the parameter is not a dict itself.
+        by_name: whether the other parameters are kernel arguments too.
+        fields: the attributes that hold the dicts, if the parameter is not a dict itself.
     """
     if callback is None:
         return Usage()

@@ -1,7 +1,7 @@
 """The text of a function without comments, blank lines, docstrings and spacing.
 
-It needs only Python's tokenizer, so this file also runs alone. Tokenizers of different versions
-split f-strings and some names differently; the resulting text is the same. It reads as Python: one
+This file needs only Python's tokenizer, so it also runs alone. Different versions tokenize
+f-strings and some names differently; the resulting text is the same. It is valid Python: one
 logical line per line, tokens separated by a space, one space of indentation per level. Texts with
 different tokens stay different.
 """
@@ -27,9 +27,9 @@ _OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 
 
 def canonical(text: str) -> str:
-    """Return the text of a `def`, or of a lambda, in the one form that it has.
+    """Return the canonical text of a `def` or a lambda.
 
-    Its first line begins with the function; the others have the indentation of the file.
+    The first line of `text` begins with the function; the others are indented as in the file.
 
     Raises:
         SyntaxError, tokenize.TokenError: it is not Python.

@@ -1,7 +1,7 @@
-"""What a kernel's text says of its writes: its atomic operations, and what it stores to only.
+"""The writes of a kernel according to its text: atomic operations, and write-only parameters.
 
-A mistake calls a parameter read that is not, and then a check of it is left out. Comments and texts
-are not looked at.
+A mistake here counts a write-only parameter as read, which only skips a check of it. Comments and
+strings are ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CLOCK = re.compile(r"\w*(timer|clock|smid)\w*")
 
 
 def effects_of(kernel: Any) -> Effects:
-    """Return the writes of a kernel, through every jit function that it calls."""
+    """Return the writes of a kernel, including those of all jit functions that it calls."""
     texts = kernel_texts(kernel)
     functions: dict[Any, _Function] = {}
     for function, text in texts.items():

@@ -1,6 +1,6 @@
-"""Plain data as the one JSON text that it has, its digest, and the names of dtypes.
+"""Plain data as canonical JSON text, its digest, and the names of dtypes.
 
-What other values are as plain data, `identity` says.
+`identity` turns other values into plain data.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _TRITON_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorType:
-    """Stands for a tensor where only its dtype is known, as while a compiler traces."""
+    """Stands in for a tensor if only its dtype is known, as while a compiler traces."""
 
     dtype: Any
 
 
 @dataclass(frozen=True)
 class DescriptorType:
-    """Stands for a tensor descriptor where only its `element_type` is known."""
+    """Stands in for a tensor descriptor if only its `element_type` is known."""
 
     element_type: Any
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return one name for a dtype of torch, Triton, numpy or JAX: `torch.bfloat16` and
-    `tl.bfloat16` are both `bfloat16`.
+    """Return a common name for a dtype of torch, Triton, numpy or JAX: `bfloat16` for
+    `torch.bfloat16` and for `tl.bfloat16`.
     """
     name = str(getattr(dtype, "name", dtype))
     name = name.rpartition(".")[2]
@@ -51,10 +51,11 @@ def dtype_name(dtype: Any) -> str:
 
 
 def element_type(value: Any) -> Any:
-    """Return the properties of an argument's elements that a config may depend on, hashable.
+    """Return the element properties of an argument that a config may depend on, hashable.
 
-    The dtype of a tensor; for a tensor descriptor also the memory order of its dimensions and of
-    its tensor's dimensions; the parts of a tuple with any of these; None for any other value.
+    The dtype of a tensor. For a tensor descriptor, also the memory order of its dimensions and of
+    its tensor's dimensions. For a tuple that contains any of these, the properties of its parts.
+    None for any other value.
     """
     dtype = getattr(value, "dtype", None)
     if dtype is not None:
@@ -76,8 +77,8 @@ def _order(strides: Sequence[int]) -> tuple[int, ...]:
 def type_name(kind: Any) -> str:
     """Return an `element_type` as text.
 
-    A descriptor of a row-major matrix of float32 is `float32[01]`, of a column-major one, whose
-    dimensions it has the other way round, `float32[01 of 10]`.
+    A descriptor of a row-major float32 matrix is `float32[01]`, of a column-major one with swapped
+    dimensions `float32[01 of 10]`.
     """
     if not isinstance(kind, tuple):
         return dtype_name(kind)
@@ -94,7 +95,7 @@ def is_dtype(value: Any) -> bool:
 
 
 def visible(text: str) -> str:
-    """Return a text with every character that does not print, but a new line, as an escape."""
+    """Return a text with all unprintable characters except newlines escaped."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
@@ -102,14 +103,14 @@ def visible(text: str) -> str:
 
 
 def dumps(data: Any) -> str:
-    """Return the one JSON text of plain data: sorted keys, no spaces, ASCII, finite numbers."""
+    """Return plain data as canonical JSON: sorted keys, no spaces, ASCII, finite numbers."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def loads(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Return the plain data of a JSON text; raises `ValueError` for numbers that are not finite.
 
-    `pairs` makes an object of its names and values, if not `dict`.
+    `pairs` replaces `dict` in making an object from its names and values.
     """
     return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=pairs)
 

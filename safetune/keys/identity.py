@@ -1,15 +1,15 @@
 """The identity of a value: one rule for kernels, configs and keys.
 
 Plain values, dtypes, enums and containers count by content; a set has a fixed order. A function
-counts by its text, its references, its closure and its defaults, any other object by its class's
-text and its attributes, an object of Python or the toolchain by its pickle. Line numbers, module
-paths and addresses do not count.
+counts by its text, its references, its closure and its defaults, an object of Python or the
+toolchain by its pickle, any other object by its class's text and its attributes. Line numbers,
+module paths and addresses do not count.
 
 A value that cannot be pickled (an open file, a generator, a lock) has no identity in another
-process, nor has a tensor in a config. This process distinguishes them: see `in_process`.
+process; nor has a tensor in a config. Within this process they are distinct: see `in_process`.
 
-Globals of a kernel are read when its digest is computed, not when it is defined: compute it at the
-first launch, when the module's later helpers exist.
+A digest reads a kernel's globals when it is computed, not when the kernel is defined: compute it at
+the first launch, when the module's later helpers exist.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def option_of(jit: Any, name: str) -> Any:
 
 
 def encode(value: Any, *, of_call: bool = False) -> Any:
-    """Return the identity of a value of a config or a key, as plain JSON data with its type.
+    """Return the identity of a value in a config or a key, as plain JSON data with its type.
 
     Args:
         of_call: the value is an argument: a tensor counts by its dtype alone, because a choice may
-            depend on the type of its elements, never on its address or contents.
+            depend on the element type, never on the address or contents.
     """
     kind = type(value)
     if kind in PLAIN or (kind is float and math.isfinite(value)):
@@ -118,16 +118,17 @@ def encode(value: Any, *, of_call: bool = False) -> Any:
 
 
 def in_process(data: Any) -> bool:
-    """Whether encoded data has a value in it that only this process can tell from others."""
+    """Whether encoded data contains a value whose identity exists only in this process."""
     if isinstance(data, (list, tuple)):
         return any(map(in_process, data))
     return isinstance(data, dict) and ("process" in data or any(map(in_process, data.values())))
 
 
 def code_of(value: Any) -> Any:
-    """Return what identifies the functions that an argument brings, as JSON data; None without any.
+    """Return the identity of the functions that an argument contains, as JSON data; None without
+    any.
 
-    They are code of the kernel that is called with them, as those that its text names.
+    They are part of the kernel's code, like functions that its text names.
     """
     return None if type(value) in PLAIN else _code(value, {})
 
@@ -174,17 +175,17 @@ def _code_of_leaf(value: Any, of_call: bool = True) -> Any:
 
 
 def hook_identity(hook: Any) -> Any:
-    """Return the digest of a config's hook at its first use; with what tells it apart in this
-    process where its closure has no identity.
+    """Return the digest of a config's hook at its first use, or an identity valid only in this
+    process if its closure has no other.
 
-    Launches may change its closure, and must not make another config of it.
+    Launches may change the closure, which must not change the config's identity.
     """
     data = _code_of_leaf(hook, of_call=False)
     return data if "process" in data else data["digest"]
 
 
 def is_layer(value: Any) -> bool:
-    """Whether a value is a function below `@triton.jit`, or a decorator of Triton's around one."""
+    """Whether a value is a function below `@triton.jit`, or a Triton decorator around one."""
     return hasattr(value, "fn") and (
         type(value) in KNOWN
         or any(
@@ -267,12 +268,12 @@ def _forget(known: dict[Any, Any], key: Any, reference: Any) -> None:
 
 
 class Graph:
-    """Values as plain data, with functions and objects by number, so that cycles end.
+    """Values as plain data; functions and objects are numbered, so that cycles end.
 
     Args:
-        whole: describe functions and classes with all that they refer to; if not, each by the
-            digest that it had at its first use.
-        of_call: a tensor is its dtype, which is all that counts of it.
+        whole: describe functions and classes with all their references; otherwise by the digest
+            from their first use.
+        of_call: describe a tensor by its dtype alone.
     """
 
     def __init__(self, *, whole: bool = True, of_call: bool = True) -> None:
@@ -287,23 +288,23 @@ class Graph:
 
     @property
     def is_cut(self) -> bool:
-        """Whether there were too many values to count them all."""
+        """Whether there were too many values to include them all."""
         return self._values > MOST_VALUES
 
     def described(self, value: Any) -> Any:
-        """Return all that identifies a value, as plain data."""
+        """Return the full identity of a value, as plain data."""
         data = self.describe(value)
         self.finish()
         return [data, self.parts] if self.parts else data
 
     def finish(self) -> None:
-        """Describe the functions and objects that were met, and those that they refer to."""
+        """Describe the functions and objects found so far, and those that they refer to."""
         while self._pending:
             number, describe = self._pending.popleft()
             self.parts[number] = describe()
 
     def describe(self, value: Any) -> Any:
-        """Return `value` as plain data, functions and objects as numbers into `parts`."""
+        """Return `value` as plain data, with functions and objects as numbers into `parts`."""
         self._values += 1
         if self.is_cut:
             return {"cut": type(value).__name__}
@@ -333,11 +334,11 @@ class Graph:
         return self._object(value)
 
     def of_kernel(self, jit: Any, function: FunctionType) -> Any:
-        """Describe the kernel itself, or a function that it calls, by its text."""
+        """Describe the kernel, or a function that it calls, by its text."""
         return {"function": self._number(function, lambda: self._function(jit, function))}
 
     def of_object(self, value: Any) -> Any:
-        """Describe an object by its class and by the values that it holds."""
+        """Describe an object by its class and the values that it holds."""
         return {"instance": self._number(value, lambda: self._instance(value))}
 
     def _number(self, value: Any, describe: Callable[[], Any]) -> int:
@@ -658,10 +659,9 @@ def base_function(kernel: Any) -> tuple[Any, FunctionType]:
 
 
 def is_own(layer: Any) -> bool:
-    """Whether the class of a layer of a kernel is one of Triton's own, whose `run` is known.
+    """Whether the class of a kernel's layer is Triton's own, with a known `run`.
 
-    A class of the user's that is made from one of these may read any argument, and so may a `run`
-    that is set on the object.
+    A user's subclass may read any argument, and so may a `run` that is set on the object.
     """
     kind = type(layer)
     is_tritons = kind.__module__.startswith("triton.") and kind.__name__ in LAYERS
@@ -700,7 +700,7 @@ def layers(kernel: Any) -> list[Any]:
 def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
     """Return the identity of a kernel: a digest over everything that affects its result.
 
-    `around` are the hooks and settings around each launch, None for a hook that is not there.
+    `around` has the hooks and settings around each launch, None for a missing hook.
     """
     jit, function = base_function(kernel)
     graph, everything = _whole(kernel, around)
@@ -721,7 +721,7 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
 
 
 def whole_digest(kernel: Any, around: Sequence[Any]) -> str | None:
-    """Return the digest of the same; None if it has too many values to count them all."""
+    """Return the digest of a kernel and `around`; None if there are too many values to include."""
     graph, everything = _whole(kernel, around)
     return None if graph.is_cut else encoding.digest(everything)
 

@@ -1,7 +1,7 @@
 """The texts of a kernel and its callees: parameters read, meanings of names, matrix products.
 
-A parameter is read if its value can reach anything. It is not read if it is only passed to a callee
-that ignores it, or assigned before it is used. Code that cannot be followed reads all of its
+A parameter counts as read if its value can have any effect. It is unread if it is only passed to a
+callee that ignores it, or assigned before use. Code that cannot be followed reads all of its
 arguments. A value may also matter in ways that the text does not show, such as a size from which
 another argument was computed (see `launch_usage`).
 """
@@ -41,24 +41,26 @@ _MATRIX_PRODUCT = re.compile(r"dot|dot_scaled|\w*mma\w*")
 
 
 class Usage:
-    """The first reader of each name, as text with file and line, and one that may read any name."""
+    """The first reader of each name, as text with file and line, and a reader of unknown names."""
 
     def __init__(self, names: dict[str, str] | None = None, everything: str = "") -> None:
         self.names = names or {}
         self.everything = everything
 
     def reader_of(self, name: str) -> str:
-        """Return what reads `name`, or "" where nothing does."""
+        """Return the reader of `name`, or "" without one."""
         return self.names.get(name) or self.everything
 
     def add(self, other: Usage) -> None:
-        """Add the readers in `other`; the first reader of a name stays."""
+        """Add the readers in `other`; the existing first reader of a name stays."""
         self.names = {**other.names, **self.names}
         self.everything = self.everything or other.everything
 
 
 def usage_in_body(kernel: Any) -> Usage:
-    """Return the parameters that a kernel reads, through every jit function that it calls."""
+    """Return the parameters that a kernel reads, including through all jit functions that it
+    calls.
+    """
     jit, function = base_function(kernel)
     lines = _jit_lines(jit, {})
     if lines is None:
@@ -69,7 +71,7 @@ def usage_in_body(kernel: Any) -> Usage:
 
 
 def calls_followed(kernel: Any) -> Iterator[tuple[FunctionType, str, Any]]:
-    """Yield (caller, name, callee) for each callee that is asked whether it reads a parameter."""
+    """Yield (caller, name, callee) for each callee whose reads of a parameter matter."""
     pending, seen = [base_function(kernel)[0]], set[FunctionType]()
     while pending:
         jit = pending.pop()
@@ -140,7 +142,7 @@ def _reaches(use: Use, scope: Scope, lines_by_function: dict[Any, dict[str, int]
 
 @dataclass(frozen=True)
 class KernelText:
-    """One function below `@triton.jit` as it is written."""
+    """One function below `@triton.jit`, as written."""
 
     node: ast.FunctionDef
     scope: Scope
@@ -152,7 +154,7 @@ class KernelText:
         return MISSING if name.partition(".")[0] in self.local else self.scope.value_of(name)
 
     def names(self, func: ast.expr) -> set[str]:
-        """Return the names of a function that is called: as it is written, and its own."""
+        """Return the names of a called function: as written at the call, and its own."""
         return {last_name(func), str(getattr(self.value(func), "__name__", ""))}
 
     def calls(self) -> Iterator[ast.Call]:
@@ -160,14 +162,16 @@ class KernelText:
         return (node for node in walk(self.node) if isinstance(node, ast.Call))
 
     def callee(self, func: ast.expr) -> Any:
-        """Return the jit function that is called, if it is not Triton's own."""
+        """Return the called jit function, unless it is Triton's own."""
         value = self.value(func)
         inner = getattr(value, "fn", None)
         return value if inspect.isfunction(inner) and not is_foreign(inner) else None
 
 
 def kernel_texts(kernel: Any) -> dict[Any, KernelText | None]:
-    """Return a kernel and all that it calls, by function; None where the text is not what runs."""
+    """Return the texts of a kernel and of all that it calls, by function; None if the text is not
+    what runs.
+    """
     texts: dict[Any, KernelText | None] = {}
     pending = [base_function(kernel)[0]]
     while pending:

@@ -1,8 +1,8 @@
-"""Classifies key names: a kernel reads them, or they are dropped because nothing reads them.
+"""Classifies key names: the kernel reads them, or they are dropped because nothing reads them.
 
-Decided once per kernel, from the text of the kernel's package: no code is called, compiled or
-imported. Each new value of an unread name would tune and compile again. An unread name can still
-stand for another value; it is kept as far as launches show that.
+Names are classified once per kernel, from the text of the kernel's package: no code is called,
+compiled or imported. Each new value of an unread name would tune and compile again. An unread name
+can still stand for another value; it is kept as far as launches show that.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class KeyReport:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names that make up the key, in its order."""
+        """The names that make up the key, in order."""
         return tuple(report.name for report in self.names if report.kind not in _DROPPED)
 
     @property
@@ -113,10 +113,10 @@ def classes_of(
     policy: PhantomPolicy,
     **callbacks: Any,
 ) -> KeyReport:
-    """Return the class of each name in a key that has been checked; warn of nothing.
+    """Return the class of each name in a checked key, without warnings.
 
-    `callbacks` are `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`. Where
-    the body does not read all names, an earlier process may have noted their classes.
+    `callbacks` are `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`. If the
+    body does not read all names, a note of an earlier process may have their classes.
     """
     facts = KernelFacts(kernel, configs, callbacks)
     if facts.body_reads_all(key.names):
@@ -136,7 +136,7 @@ def classes_of(
 
 
 def report_of(facts: KernelFacts, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
-    """Return the class of each name in a key, and note nothing for later processes."""
+    """Return the class of each name in a key, without leaving a note for later processes."""
     reports = facts.classify(key.names, [*key.keep, *key.kept], policy)
     reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
@@ -181,12 +181,14 @@ class KernelFacts:
         self._configs, self._callbacks = configs, callbacks
 
     def body_reads_all(self, names: Sequence[str]) -> bool:
-        """Whether the body alone decides the classes: it reads all names."""
+        """Whether the body reads all names, and so decides all classes alone."""
         known = all(name in self.parameters for name in names)
         return known and all(map(self._body.reader_of, names))
 
     def evidence(self) -> Any:
-        """Return all that the classes rest on, as plain data; None where that is not sure."""
+        """Return everything that the classes depend on, as plain data; None if that is
+        uncertain.
+        """
         jit, function = base_function(self.kernel)
         files = package_state(file_of(function))
         prune = self._callbacks.get("prune_configs_by") or {}
@@ -227,7 +229,7 @@ class KernelFacts:
         return usage_in_grids(self.launches, list(self.parameters))
 
     def reader_of(self, name: str) -> str:
-        """Return what reads a parameter, or "". The package is searched for grids last."""
+        """Return the reader of a parameter, or "". Searches the package for grids last."""
         return (
             self._body.reader_of(name)
             or self._around.reader_of(name)
@@ -310,7 +312,7 @@ class KernelFacts:
         return [name for name in self.parameters if name not in accounted]
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the constexprs that the body reads and that neither key nor config sets."""
+        """Return the constexprs that the body reads but neither key nor config sets."""
         read = [n for n in self.constexprs() if n not in names and self._body.reader_of(n)]
         return tuple(name for name in read if name not in self._set) if read else ()
 
@@ -325,10 +327,12 @@ class KernelFacts:
 
     @property
     def options_by_launch(self) -> bool:
-        """Whether Triton takes a compile option from one launch, and finds the binary without it.
+        """Whether Triton takes a compile option from one launch, but looks the binary up without
+        it.
 
-        So it does with a parameter of that name, which may be passed by position, left to its
-        default, or not be a constant. Which launch compiles must then be as without safetune.
+        A parameter named like an option causes this if it may be passed by position, left to its
+        default, or not be a constant. Then the launch that compiles must be the same as without
+        safetune.
         """
         always_constant = CONFIG_OPTIONS.union(self._set_below).intersection(self._constants)
         return not COMPILE_OPTIONS.isdisjoint(self.parameters.keys() - always_constant)

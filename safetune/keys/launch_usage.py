@@ -1,12 +1,12 @@
-"""The uses of a kernel's arguments in its launches, as far as their text shows them.
+"""The uses of a kernel's arguments in its launches, as far as their text shows.
 
-A grid reads the entries of its dict, and every argument that is computed from the same values as
-the grid. An unread key name affects the best config if it stands for another value: for an argument
-that is read and that the key lacks, or for the size of a matrix product.
+A grid reads the entries of its dict, and every argument computed from the same values as the grid.
+An unread key name affects the best config if it stands for another value: an argument that is read
+and missing from the key, or the size of a matrix product.
 
-A name is followed through assignments, and a parameter to the calls of its function in the module.
-`None` stands for a value that is not in the text: a parameter, a part of something unpacked. A
-name that is imported stands for the statement.
+Names are followed through assignments, and parameters to the calls of their function in the module.
+`None` stands for a value that is not in the text: a parameter, or a part of something unpacked. An
+imported name stands for its import statement.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class LaunchArguments:
         self._passed = [(launch, arguments or {}) for launch, arguments in passed]
 
     def made_of(self, name: str, others: Collection[str]) -> str:
-        """Return which of some other arguments is made of the value that is passed for a name.
+        """Return which of some other arguments is computed from the value passed for a name.
 
-        NB = f(T) and BS = g(T) are not made of each other, BS = f(NB) is made of NB.
+        NB = f(T) and BS = g(T) do not depend on each other; BS = f(NB) depends on NB.
         """
         for launch, arguments in self._passed:
             values = texts_of(arguments.get(name), launch.scopes, whole=False)
@@ -128,7 +128,9 @@ class LaunchArguments:
         return ""
 
     def sizes_of(self, name: str, given: Collection[str]) -> str:
-        """Return the sizes that the value of a name is made of and that no given name has."""
+        """Return the sizes from which the value of a name is computed and that no given name
+        has.
+        """
         for launch, arguments in self._passed:
             if name not in arguments:
                 continue
@@ -145,7 +147,7 @@ class LaunchArguments:
 
 
 def texts_of(expression: ast.AST | None, scopes: Scopes, whole: bool) -> set[str]:
-    """Return the text of the values that equal `expression`; if `whole`, of its parts too."""
+    """Return the text of all values that equal `expression`; if `whole`, also of its parts."""
     texts: set[str] = set()
     stack = [expression] if expression else []
     while stack:
@@ -164,9 +166,9 @@ def texts_of(expression: ast.AST | None, scopes: Scopes, whole: bool) -> set[str
 
 
 def sizes_in(expression: ast.AST, scopes: Scopes) -> list[ast.AST]:
-    """Return the run-time values that an expression is made of, which may be sizes.
+    """Return the run-time values in an expression that may be sizes.
 
-    Whatever is not seen to be something else may be a size: a parameter, a part of a shape, the
+    Anything not known to be something else may be a size: a parameter, a part of a shape, the
     result of a call.
     """
     sizes: list[ast.AST] = []
@@ -220,7 +222,7 @@ def _is_imported(node: ast.AST, scopes: Scopes) -> bool:
 
 
 def followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
-    """Return the values of a name, of a parameter where it is called, or of an object's field."""
+    """Return the values of a name, of a parameter at its calls, or of an object's field."""
     passed_values = _passed_and_set(scopes[-1])
     match node:
         case ast.Name(id=name):
@@ -251,7 +253,9 @@ def _passed_and_set(module: ast.AST) -> dict[tuple[str, str], list[ast.AST | Non
 
 
 def bindings(name: str, scopes: Scopes) -> list[ast.AST | None]:
-    """Return the values that the innermost scope with `name` binds it to; [] without one."""
+    """Return the values that `name` is bound to in the innermost scope that has it; [] without
+    one.
+    """
     return next((found[name] for scope in scopes if name in (found := _bound_in(scope))), [])
 
 

@@ -1,7 +1,7 @@
 """The launches of a kernel in the text of its package, on disk.
 
-Searched are the kernel's own module and the modules of its package that import it. A launch in
-another place is not known, and loaded modules are not asked: every process finds the same launches.
+The search covers the kernel's own module and the modules of its package that import it. Launches
+elsewhere are unknown. Loaded modules are not used, so every process finds the same launches.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Launch:
         return f"{self.file}:{self.grid.lineno}"
 
     def arguments(self, arg_names: Sequence[str]) -> dict[str, ast.expr] | None:
-        """Return the expression of each argument; None where the text does not show them all."""
+        """Return the expression of each argument; None if the text does not show them all."""
         call = self.call
         if call is None or any(keyword.arg is None for keyword in call.keywords):
             return None
@@ -80,7 +80,7 @@ class Launch:
 
 
 def launches_of(kernel: Any) -> list[Launch]:
-    """Return the launches of a kernel, its own module's first."""
+    """Return the launches of a kernel, starting with its own module's."""
     return [
         replace(launch, file=Path(file).name)
         for file, text, names in _texts(kernel)
@@ -90,9 +90,9 @@ def launches_of(kernel: Any) -> list[Launch]:
 
 
 def may_be_launched_unseen(kernel: Any) -> bool:
-    """Whether the text hands a kernel on, to be launched where it has another name.
+    """Whether the text passes a kernel on, so that it may be launched under another name.
 
-    It does where a function gets or returns it, and where two functions have the kernel's name.
+    True if a function takes or returns it, or if two functions have the kernel's name.
     """
     name = base_function(kernel)[1].__name__
     for number, (_, text, names) in enumerate(_texts(kernel)):
@@ -159,7 +159,7 @@ def _find_launches(tree: ast.AST) -> Iterator[Launch]:
 
 
 def walk_hosts(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node as `walk` does, except the kernels' text: it runs on the device."""
+    """Yield every node like `walk`, except in kernels, whose text runs on the device."""
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -250,7 +250,9 @@ def _target_names(target: ast.AST) -> Iterator[str]:
 
 
 def importers(file: str, function: str) -> dict[Path, set[str]]:
-    """Return the other files of a file's package that import a function of it, with its names."""
+    """Return the other files in a file's package that import a function of it, with its names
+    there.
+    """
     path = Path(os.path.abspath(file))
     package = package_of(path.parent)
     if package is None:

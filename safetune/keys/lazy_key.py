@@ -1,7 +1,7 @@
-"""The key of one tuner, whose names are classified at the first use and after relevant changes.
+"""The key of one tuner, whose names are classified at first use and after relevant changes.
 
 Triton reads the text of a kernel and resolves its callees when it compiles; it reads heuristics and
-hooks at each launch. A program may have changed any of them since the names were classified.
+hooks at each launch. The program may have changed any of them since the classification.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HOOKS = ("launch_metadata", "_repr", "kwargs")
 
 
 class LazyKey:
-    """A key as it was written, and the last report on its names, None before the first."""
+    """A key as written, and the last report on its names; None before the first."""
 
     def __init__(self, written: WrittenKey, policy: PhantomPolicy) -> None:
         self.written = written
@@ -48,7 +48,9 @@ class LazyKey:
 
     @property
     def may_be_an_error(self) -> bool:
-        """Whether only the classes show a mistake in the decorator, which is raised there."""
+        """Whether only the classes show a mistake in the decorator, which is raised on
+        classification.
+        """
         return self._policy is PhantomPolicy.ERROR
 
     def __copy__(self) -> LazyKey:
@@ -69,7 +71,7 @@ class LazyKey:
         self.forget()
 
     def forget(self) -> None:
-        """Classify the names again at the next use."""
+        """Reclassify the names at the next use."""
         self._holds = False
 
     def report(self, tuner: Any) -> KeyReport:
@@ -84,7 +86,7 @@ class LazyKey:
             return self.last_report
 
     def basis(self, tuner: Any) -> Basis:
-        """Return the facts that the classes depend on."""
+        """Return the objects that the classes depend on."""
         self.report(tuner)
         assert self._basis is not None
         return self._basis
@@ -123,7 +125,7 @@ class Basis:
         return self.is_of(self.kernel) and _hold(self.hooks)
 
     def is_of(self, kernel: Any) -> bool:
-        """Whether this is the kernel and nothing that affects its result has changed."""
+        """Whether this is the same kernel and nothing that affects its result has changed."""
         return kernel is self.kernel and _hold(self.text) and _hold(self.heuristics)
 
 
@@ -136,7 +138,7 @@ def _hold(facts: tuple[Fact, ...]) -> bool:
 
 
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
-    """Return the facts that the classes of a kernel's key names depend on now."""
+    """Return the objects that the classes of a kernel's key names depend on now."""
     jit, _ = base_function(kernel)
     text = [_attribute(jit, "_src")]
     for caller, name, callee in calls_followed(kernel):
@@ -196,7 +198,7 @@ def _get(owner: Any, attribute: str) -> Any:
 
 
 def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
-    """Warn of the names that are dropped; raise `PhantomKey` under the policy `error`."""
+    """Warn of the dropped names; raise `PhantomKey` under the policy `error`."""
     if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
         raise PhantomKey(f"{report.location}: {_phantom_text(report)}")
     if report.missing:

@@ -24,7 +24,7 @@ def leave(names: Iterable[str]) -> None:
 
 
 def is_left(kernel: Any, settings: Settings) -> bool:
-    """Whether a kernel is left to Triton, as `is_left_by_name` says."""
+    """Whether a kernel is left to Triton; see `is_left_by_name`."""
     if not (installed or settings.leave):
         return False
     function = base_function(kernel)[1]
@@ -34,9 +34,9 @@ def is_left(kernel: Any, settings: Settings) -> bool:
 
 
 def is_left_by_name(name: str, path: str, settings: Settings) -> bool:
-    """Whether a pattern fits a kernel's name or, where the pattern has a dot, its `module.kernel`.
+    """Whether a pattern matches a kernel's name or, if the pattern has a dot, its `module.kernel`.
 
-    So `add_*` leaves no kernel because of its module's name.
+    So `add_*` does not match a module's name.
     """
     if not (patterns := installed | settings.leave):
         return False

@@ -1,6 +1,6 @@
 """The run order of a function's text: names read before they are bound, and uses of parameters.
 
-A process does not import this module if earlier processes have read its kernels (`text_facts`).
+A process does not import this module if earlier processes have read all its kernels (`text_facts`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunOrder:
                 self.visit(node)
 
     def visit(self, node: ast.AST) -> None:
-        """Visit one node and the nodes below it."""
+        """Visit a node and the nodes below it."""
         if node.__class__ not in self.SPECIAL:
             self.visit_all(children(node))
             return
@@ -114,7 +114,7 @@ class _FreeNames(RunOrder):
 
 
 def bind(call: ast.Call, names: Sequence[str]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (parameter, argument) of a call, as far as its text shows which is which."""
+    """Yield (parameter, argument) of a call, as far as the text shows the assignment."""
     for slot, value in _slots(call):
         if isinstance(slot, str) and slot in names:
             yield slot, value
@@ -137,7 +137,7 @@ def parameter_lines(node: FunctionNode) -> dict[str, int]:
 
 
 def uses_of(node: FunctionNode) -> list[Use]:
-    """Return a function's uses of its parameters, in the order of its text."""
+    """Return a function's uses of its parameters, in text order."""
     visitor = _ParameterUse(node)
     visitor.visit_all(body_of(node))
     return visitor.uses

@@ -1,4 +1,4 @@
-"""The text of Python functions, the objects that its names stand for, and whose code they are."""
+"""The text of Python functions, the objects that its names refer to, and whose code they are."""
 
 from __future__ import annotations
 import __future__
@@ -94,14 +94,14 @@ def package_of(folder: Path) -> Path | None:
 
 
 def files_in(package: Path) -> Iterator[Path]:
-    """Yield the modules of a package, as files, in an order that is always the same."""
+    """Yield the module files of a package, always in the same order."""
     for folder, folders, files in os.walk(package):
         folders[:] = sorted(name for name in folders if name.isidentifier())
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def code_record(code: CodeType) -> list[Any]:
-    """Return compiled code as plain data, without its place."""
+    """Return compiled code as plain data, without its location."""
     return [
         code.co_code.hex(),
         [*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars],
@@ -123,22 +123,21 @@ def _constant(value: Any) -> Any:
 def file_of(function: FunctionType) -> str:
     """Return the name of the file that defines `function`.
 
-    A copy that cloudpickle 3.1.3 or newer has made says `<dynamic-code>`, and has the names of its
-    module's globals.
+    A copy by cloudpickle 3.1.3 or newer says `<dynamic-code>`; its module's globals have the name.
     """
     file = function.__code__.co_filename
     return function.__globals__.get("__file__") or file if file == _CODE_OF_A_COPY else file
 
 
 def file_text(function: FunctionType) -> str:
-    """Return the text of the file that defines `function`; empty where no file does."""
+    """Return the text of the file that defines `function`; empty without one."""
     file = file_of(function)
     linecache.checkcache(file)  # a module that was edited and reloaded has other text
     return "".join(linecache.getlines(file, function.__globals__))
 
 
 def source_of(jit: Any) -> str | None:
-    """Return the text of a jit or constexpr function from `def` on, or None where it has none."""
+    """Return the text of a jit or constexpr function from `def` on; None without one."""
     text = getattr(jit, "_src", None) or getattr(jit, "src", None)
     if text is None:
         text = textwrap.dedent("".join(source_lines(jit)[0]))
@@ -149,7 +148,7 @@ def source_of(jit: Any) -> str | None:
 
 
 def source_lines(jit: Any) -> tuple[list[str], int]:
-    """Return the lines in the file, with decorators, and the first one's number; or no lines."""
+    """Return the lines in the file, with decorators, and the first line's number; or no lines."""
     if hasattr(jit, "raw_src"):
         return list(jit.raw_src), jit.starting_line_number
     first = jit.fn.__code__.co_firstlineno
@@ -162,7 +161,7 @@ def source_lines(jit: Any) -> tuple[list[str], int]:
 
 
 def definition_line(jit: Any) -> int:
-    """Return the line of the `def` itself, below the decorators; 0 where the source is missing."""
+    """Return the line of the `def` itself, below the decorators; 0 if the source is missing."""
     lines, first = source_lines(jit)
     return next((first + i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
 
@@ -199,8 +198,8 @@ class Scope:
 def is_foreign(defined: ModuleType | FunctionType) -> bool:
     """Whether a module, or a function's module, belongs to Python or the toolchain.
 
-    The user's code is part of a kernel's identity by its text, foreign code by its name, because
-    its text differs between versions. The file decides: a user's module may be named `profile.py`.
+    User code is part of a kernel's identity by its text, foreign code by its name, because its text
+    differs between versions. The file decides: a user's module may be named `profile.py`.
     """
     if isinstance(defined, ModuleType):
         name, file = defined.__name__, getattr(defined, "__file__", None)
@@ -214,12 +213,12 @@ def is_foreign(defined: ModuleType | FunctionType) -> bool:
 
 
 def is_heap_class(cls: type) -> bool:
-    """Whether a class is not built into the interpreter, as one that is written in Python."""
+    """Whether a class is not built into the interpreter, like one written in Python."""
     return bool(cls.__flags__ & _HEAP_TYPE)
 
 
 def is_foreign_class(cls: type) -> bool:
-    """Whether a class is one of Python or of the toolchain."""
+    """Whether a class belongs to Python or the toolchain."""
     module = sys.modules.get(cls.__module__)
     if module is builtins:  # also the module of a class that `exec` made without `__name__`
         return not is_heap_class(cls)
@@ -248,7 +247,7 @@ def _standard_library() -> tuple[str, ...]:
 
 
 def segment(text: str, node: FunctionNode) -> str:
-    """Return the text of a function in a file's text, from `def` or `lambda` on."""
+    """Return the text of a function within a file's text, from `def` or `lambda` on."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     found = [line.encode() for line in lines[node.lineno - 1 : node.end_lineno]]
     found[-1] = found[-1][: node.end_col_offset]
@@ -257,7 +256,7 @@ def segment(text: str, node: FunctionNode) -> str:
 
 
 def parse(text: str) -> ast.Module:
-    """Return the tree of `text`; an empty one where it is not Python."""
+    """Return the tree of `text`; an empty tree if it is not Python."""
     try:
         return tree_of(text)
     except UNREADABLE:
@@ -266,10 +265,10 @@ def parse(text: str) -> ast.Module:
 
 @functools.lru_cache(KEPT_TREES)
 def tree_of(text: str) -> ast.Module:
-    """Return the tree of `text`, as `ast.parse` does; raises what that raises.
+    """Return the tree of `text` like `ast.parse`; raises the same errors.
 
     Up to Python 3.12, threads that parse at the same time share one depth counter (CPython issue
-    106905), so a parse may fail because of another thread's. It is tried again.
+    106905), so another thread's parse can make this one fail. It is retried.
     """
     for _ in range(_PARSE_ATTEMPTS - 1):
         with contextlib.suppress(SystemError):
@@ -280,7 +279,7 @@ def tree_of(text: str) -> ast.Module:
 def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
     """Return the tree of `function`, with the file's line numbers.
 
-    More than one where lambdas on one line cannot be told apart; none where the source is missing.
+    Several trees if lambdas on one line cannot be told apart; none if the source is missing.
     """
     code = function.__code__
     names, *stars = inspect.getargs(code)
@@ -323,7 +322,7 @@ def undecorated(node: FunctionNode) -> FunctionNode:
 
 
 def compiles_to(node: FunctionNode, code: CodeType) -> bool:
-    """Whether `node` is the text of this code: another text may stand in the file by now."""
+    """Whether `node` is the text of this code; the file may have changed by now."""
     inner: Any = undecorated(node)
     statement = ast.Expr(inner) if isinstance(inner, ast.Lambda) else inner
     outer = ast.parse(f"def outer({', '.join(code.co_freevars)}): pass")
@@ -339,7 +338,7 @@ def compiles_to(node: FunctionNode, code: CodeType) -> bool:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a dotted name as text, such as `a.b.c`; an empty one for any other expression."""
+    """Return a dotted name as text, such as `a.b.c`; empty for any other expression."""
     if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
         return f"{owner}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -351,7 +350,7 @@ def last_name(node: ast.AST) -> str:
 
 
 def arguments_of(call: ast.Call) -> list[ast.expr]:
-    """Return all arguments of a call, those by keyword last."""
+    """Return all arguments of a call, keyword arguments last."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
@@ -361,7 +360,7 @@ def body_of(node: FunctionNode) -> list[ast.AST]:
 
 
 def walk(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node but operators as `ast.walk` does, in another order and much faster."""
+    """Yield every node but operators like `ast.walk`, in another order and much faster."""
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -370,7 +369,7 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes right below one, in the order of its fields; operators are left out."""
+    """Return the child nodes of a node except operators, in field order."""
     nodes: list[ast.AST] = []
     for field in _FIELDS[node.__class__]:
         value = getattr(node, field, None)
@@ -382,7 +381,7 @@ def children(node: ast.AST) -> list[ast.AST]:
 
 
 def stores(tree: ast.AST) -> list[tuple[int, str]]:
-    """Return (line, name) for everything that is bound anywhere in `tree`."""
+    """Return (line, name) for each binding anywhere in `tree`."""
     bound_names: list[tuple[int, str]] = []
     for node in walk(tree):
         if isinstance(node, ast.Name):

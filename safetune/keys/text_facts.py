@@ -1,7 +1,7 @@
-"""The facts of a function's text about its names, read once and noted.
+"""The facts of a function's text about its names, read once and kept in a note.
 
-A text is parsed (`run_order`) only if no earlier process has parsed the same one. The facts are
-noted beside the kernels that Triton has compiled.
+A text is parsed (`run_order`) only if no earlier process has parsed it. The notes are beside the
+kernels that Triton has compiled.
 """
 
 from __future__ import annotations
@@ -111,10 +111,11 @@ def _file_digest(text: str) -> str:
 
 
 def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
-    """Return the plain data that `find` makes of `rests_on` alone, or made in an earlier process.
+    """Return the plain data that `find` computes from `rests_on` alone, now or in an earlier
+    process.
 
-    A note has a checksum, and the files of this folder are part of its name, as is the version of
-    Python and Triton. Where nothing can be written, everything is found again.
+    A note has a checksum. Its name includes the files of this folder and the versions of Python and
+    Triton. If no note can be written, every process recomputes the data.
     """
     from triton import knobs
     from triton.runtime.cache import get_cache_manager
@@ -139,7 +140,7 @@ def noted(kind: str, rests_on: Any, find: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def without_notes() -> Iterator[None]:
-    """Read each text anew in the body, and leave nothing behind."""
+    """Read all texts anew in the body, and write no notes."""
     token = _noting.set(False)
     try:
         yield
@@ -159,8 +160,8 @@ def _reader() -> list[Any] | None:
 def files_state(files: Iterable[Path]) -> list[Any] | None:
     """Return a state that changes with the content of any of these files; None if it is uncertain.
 
-    A file's modification time can be set to any value, its inode's change time cannot. A file that
-    was changed a moment ago may change again within the resolution of its file system's clock.
+    A file's modification time can be set to any value, but its inode's change time cannot. A file
+    changed a moment ago may change again within the resolution of its file system's clock.
     """
     states = []
     for file in files:
@@ -177,7 +178,7 @@ def files_state(files: Iterable[Path]) -> list[Any] | None:
 
 
 def package_state(file: str) -> list[Any] | None:
-    """Return what changes with a file, and with any file of its package; None where not sure."""
+    """Return a state that changes with any file in a file's package; None if it is uncertain."""
     path = Path(os.path.abspath(file))
     own, package = files_state([path]), package_of(path.parent)
     if own is None or package is None:
@@ -195,7 +196,7 @@ def _state_of_all(package: Path) -> str | None:
 def triton_hash(compute: Callable[[], str]) -> str:
     """Return `compute()`, Triton's hash of its own files, or the noted result for the same files.
 
-    Triton reads 400 MB for it in each process before it finds a compiled kernel.
+    Otherwise Triton reads 400 MB for it in each process before it finds a compiled kernel.
     """
     import triton
 

@@ -1,11 +1,11 @@
-"""The tuning key: everything that two calls must share to share a choice.
+"""The tuning key: everything that two calls must have in common to share a choice.
 
 Its parts are the kernel, the call's values, dtypes and options, the device and the toolchain. The
-device is first asked for at the first miss: `import safetune` touches no GPU.
+device is queried at the first miss: `import safetune` touches no GPU.
 
 `tuner.cache` shows the keys of Triton's tuner: the value of each name in `key=`, then the dtype of
-each tensor. Here a name may be dropped, or stand in the key by its bucket, so several of Triton's
-keys mean one.
+each tensor. A tuning key may omit a name or have its bucket instead, so several of Triton's keys
+may mean the same tuning key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = frozenset({int, bool, str, float})
 
 @dataclass(frozen=True)
 class Bucket:
-    """The function for a name, which is checked whenever it is called."""
+    """The function of a bucketed name, checked at every call."""
 
     kernel: str
     name: str
@@ -64,7 +64,7 @@ class Bucket:
 
 
 class KeyNames(list[str]):
-    """The names in a key, in its order, and the function for each that is there by its bucket."""
+    """The names in a key, in order, and the functions of the bucketed ones."""
 
     def __init__(self, names: Iterable[str], buckets: Mapping[str, Bucket]) -> None:
         super().__init__(names)
@@ -72,7 +72,7 @@ class KeyNames(list[str]):
 
 
 def value_in_key(key_names: Sequence[str], name: str, value: Any) -> Any:
-    """Return what stands in the key for an argument: its bucket, if the name has one."""
+    """Return an argument's value in the key: its bucket, if the name has one."""
     bucket = getattr(key_names, "buckets", {}).get(name)
     return value if bucket is None else bucket(value)
 
@@ -135,7 +135,7 @@ class TuningKey:
         device: Mapping[str, Any],
         toolchain: Mapping[str, Any],
     ) -> TuningKey:
-        """Return the key whose `record` is `call`, with the records of device and toolchain."""
+        """Return the key whose `record` is `call`, from the records of device and toolchain."""
         environment = tuple(sorted(toolchain["environment"].items()))
         return cls(
             kernel=kernel,
@@ -145,7 +145,7 @@ class TuningKey:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return what distinguishes calls of one kernel, as plain JSON data."""
+        """Return what distinguishes the calls of one kernel, as plain JSON data."""
         return {part: [list(pair) for pair in getattr(self, part)] for part in CALL}
 
     @forks.cached_property
@@ -171,7 +171,7 @@ def tuning_key(
     index: int,
     measure: MeasurePolicy | None = None,
 ) -> TuningKey:
-    """Return the key of a call. No other code makes one, so every caller finds the same choice.
+    """Return the key of a call. No other code makes keys, so all callers find the same choice.
 
     Args:
         key_names: the names in `key` that are kept.
@@ -179,7 +179,7 @@ def tuning_key(
         index: the device's index in this process; -1 in Triton's interpreter.
         measure: the policy for short kernels, if one was given.
 
-    Raises `NoDevice` where Triton finds no GPU.
+    Raises `NoDevice` if Triton finds no GPU.
     """
     device, toolchain = interpreter() if index < 0 else detect(index)
     values = [
@@ -213,7 +213,7 @@ def tuning_key(
 def describe_call(call: Mapping[str, Any]) -> str:
     """Return the values and dtypes of a `TuningKey.record()` as people read them.
 
-    They may come from a file that anybody wrote, and are logged.
+    Escapes them for the log, because they may come from a file by anybody.
     """
     values = ", ".join(f"{name}={readable(value)}" for name, value in call["values"])
     dtypes = "/".join(dict.fromkeys(dtype for _, dtype in call["dtypes"]))
@@ -230,7 +230,7 @@ def key_digest(
 ) -> str:
     """Return the identity of a key in the store, from its parts as plain data.
 
-    A file of choices holds the parts instead, so that it cannot name a false identity.
+    A file of choices has the parts instead, so it cannot claim a false identity.
     """
     return encoding.digest([kernel_name, kernel_digest, call, device, toolchain])
 
@@ -275,7 +275,7 @@ def _detected(index: int, switches: tuple[tuple[str, str], ...]) -> tuple[Device
 
 
 def forget_devices() -> None:
-    """Ask for every device anew."""
+    """Query every device again at its next use."""
     _detected.cache_clear()
 
 
@@ -343,7 +343,7 @@ Meaning = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The argument that each part of a Triton key belongs to; learned from a call."""
+    """The argument behind each part of a Triton key, learned from a call."""
 
     names: tuple[str, ...]  # names in `key=` that the call passes
     tensors: tuple[str, ...]  # arguments with a dtype, in the order of the call
@@ -358,12 +358,12 @@ class Layout:
         return cls(tuple(name for name in names if name in known), tensors)
 
     def key(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return Triton's key of a call. No tensor is kept alive by it."""
+        """Return Triton's key of a call, which keeps no tensor alive."""
         values = (arguments[name] for name in self.names)
         return (*map(plain, values), *(str(arguments[name].dtype) for name in self.tensors))
 
     def meaning(self, key: Any, key_names: KeyNames) -> Meaning | None:
-        """Return the meaning of a Triton key; None for a key of another layout."""
+        """Return the meaning of a Triton key; None for a key with another layout."""
         parts = (*self.names, *self.tensors)
         if not isinstance(key, tuple) or len(key) != len(parts):
             return None
@@ -385,19 +385,19 @@ class Layout:
 def triton_key(
     names: Sequence[str], arg_names: Sequence[str], arguments: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return what Triton's tuner keeps a call's config under: the key's values, then the dtypes."""
+    """Return the key of a call in Triton's tuner: the key's values, then the dtypes."""
     return Layout.of(names, arg_names, arguments).key(arguments)
 
 
 def guessed(names: Sequence[str], key: Any) -> Iterator[Layout]:
-    """Yield the layout that a key has where every name is passed, before any call."""
+    """Yield the layout of a key if every name is passed, before any call."""
     if isinstance(key, tuple) and len(key) >= len(names):
         tensors = (f"tensor {number}" for number in range(len(key) - len(names)))
         yield Layout(tuple(names), tuple(tensors))
 
 
 def plain(value: Any) -> Any:
-    """Return a part of a key as a dictionary can hold it: a tensor as its dtype."""
+    """Return a part of a key in hashable form: a tensor as its dtype."""
     if isinstance(value, (list, tuple)):
         parts = tuple(map(plain, value))
         is_kept = isinstance(value, tuple) and all(map(operator.is_, parts, value))

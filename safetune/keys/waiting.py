@@ -1,6 +1,6 @@
 """Whether a kernel's text waits for another process, thread or stream.
 
-Such a kernel continues once the other has written to memory. In a child nobody writes.
+Such a kernel continues once the other side has written to memory. In a child, nobody writes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _BRANCH = re.compile(r"\bbra\b")
 
 
 def waits_on_memory(kernel: Any) -> bool:
-    """Whether a kernel, or a function that it calls, loops until memory holds something.
+    """Whether a kernel, or a function that it calls, loops until memory has a certain value.
 
-    That is a `while` whose condition reads memory, is an atomic operation, or calls assembly or a
-    function of a library; also by a name that the loop assigns. Or assembly that branches.
+    True for a `while` whose condition, also through a name that the loop assigns, reads memory, is
+    an atomic operation, or calls assembly or a library function; and for assembly that branches.
     """
     found = kernel_texts(kernel)
     texts = {function: text for function, text in found.items() if text is not None}

@@ -1,4 +1,4 @@
-"""A kernel as its text shows it, in the shape that Triton's object has after the import."""
+"""A kernel as written, in the shape of Triton's object after the import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A key as it was written, after the checks that need no source text.
+"""A key as written, after the checks that need no source text.
 
-`install(keep=)` and `safetune run --keep` name what stays in the keys of kernels that one cannot
+`install(keep=)` and `safetune run --keep` name what stays in the keys of kernels that users cannot
 edit.
 """
 
@@ -36,7 +36,7 @@ _seen: set[str] = set()
 
 @dataclass(frozen=True)
 class WrittenKey:
-    """A key as it was written."""
+    """A key as written."""
 
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()  # of the decorator
@@ -56,8 +56,9 @@ def written_key(
     """Return a key after the checks that need no text; `prune` is `prune_configs_by`.
 
     Raises:
-        InvalidSetting: `key` is a single name or has one that is not a parameter, `keep` has a
-            name that `key` lacks, `prune` an unknown one, or `kernel` is not a Triton kernel.
+        InvalidSetting: `key` is a single name or has a name that is not a parameter, `keep` has a
+            name that is not in `key`, `prune` has an unknown name, or `kernel` is not a Triton
+            kernel.
     """
     _, function = base_function(kernel)
     code = function.__code__
@@ -121,19 +122,19 @@ def check_kept(kernel: Any, keep: Sequence[str], names: Sequence[str]) -> None:
 
 
 def keep(pairs: Iterable[tuple[str, str]]) -> None:
-    """Keep these (kernel, name) pairs, of all kernels that are decorated from now on."""
+    """Keep these (kernel, name) pairs for all kernels decorated from now on."""
     _installed.update(pairs)
 
 
 def keep_as_recorded(kernel: str, names: Iterable[str]) -> None:
-    """Keep the names that the process kept which recorded a call of a kernel."""
+    """Keep the names that the process which recorded a call of a kernel kept."""
     pairs = {(kernel, name) for name in names}
     _found.update(pairs)  # the call shows that they fit
     keep(pairs)
 
 
 def kept_names(function: FunctionType) -> list[str]:
-    """Return the names that `install(keep=)` or `safetune run --keep` has for a kernel."""
+    """Return the names that `install(keep=)` or `safetune run --keep` keeps for a kernel."""
     return sorted({name for kernel, name in _installed if kernel in _names_of(function)})
 
 
@@ -188,7 +189,7 @@ of_a_library: ContextVar[bool] = ContextVar("safetune_decorator_of_a_library", d
 
 
 def warn_at(kernel: Any, message: str) -> None:
-    """Warn at the kernel's own line: its decorator may be any number of frames away."""
+    """Warn at the kernel's own line, because its decorator may be any number of frames away."""
     jit, function = base_function(kernel)
     line = definition_line(jit) or function.__code__.co_firstlineno
     warn(message, PhantomKeyWarning, at=(file_of(function), line))

@@ -1,7 +1,7 @@
-"""The calls of a kernel: arguments by name, memory key, and the launch by Triton's own path.
+"""The calls of a kernel: arguments by name, memory key, and the launch by Triton's path.
 
-A `CallShape` is made once for each way of calling (positionally, by keyword, with which options):
-straight-line code, so that a hit reads the arguments it needs and nothing else.
+A `CallShape` is made once per way of calling (by position, by keyword, with which options). It is
+straight-line code, so that a hit reads only the arguments it needs.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def named_arguments(
 
 
 def device_index(args: Args, kwargs: Kwargs) -> int:
-    """Return the device of the first argument that is on one; -1 where all are on the CPU.
+    """Return the device of the first argument that is on one; -1 if all are on the CPU.
 
-    The `base` of a tensor descriptor, or of a tensor that is read as another dtype, counts too, and
-    the items of a tuple. A tensor on the CPU may be pinned memory beside those on a device.
+    Includes items of tuples and the `base` of a tensor descriptor or of a tensor read as another
+    dtype. A CPU tensor may be pinned memory beside tensors on a device.
     """
     for value in (*args, *kwargs.values()):
         get_device = getattr(getattr(value, "base", value), "get_device", None)
@@ -79,7 +79,7 @@ def device_index(args: Args, kwargs: Kwargs) -> int:
 
 
 def heuristic_values(kernel: Any, named: Kwargs) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel below heuristics, and the values that these set for a call, by name."""
+    """Return the kernel below heuristics, and the values that they set for a call, by name."""
     values: dict[str, Any] = {}
     while isinstance(kernel, Heuristics):
         values = set_by(kernel, named, values)
@@ -88,7 +88,9 @@ def heuristic_values(kernel: Any, named: Kwargs) -> tuple[Any, dict[str, Any]]:
 
 
 def set_by(heuristics: Heuristics, named: Kwargs, values: Kwargs) -> dict[str, Any]:
-    """Return `values` and the heuristics' values for a call; each sees the values before it."""
+    """Return `values` and the heuristics' values for a call; each heuristic sees the values before
+    it.
+    """
     found = dict(values)
     for name, heuristic in heuristics.values.items():
         found[name] = heuristic({**named, **found})
@@ -96,8 +98,8 @@ def set_by(heuristics: Heuristics, named: Kwargs, values: Kwargs) -> dict[str, A
 
 
 def own_heuristics(kernel: Any) -> tuple[Any, list[Heuristics]]:
-    """Return what is below a tuner's heuristics, and these, as far as they launch as Triton's do:
-    neither a subclass nor a tool runs code of its own.
+    """Return the layer below a tuner's heuristics, and those that launch like Triton's own: neither
+    a subclass nor a tool runs code of its own.
     """
     found: list[Heuristics] = []
     while (
@@ -121,7 +123,7 @@ def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Conf
 
 
 def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
-    """Raise `TracingError` under torch.vmap, which no Triton kernel can be run under."""
+    """Raise `TracingError` under torch.vmap, which supports no Triton kernel."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -137,19 +139,19 @@ def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
 
 
 class Tuner(Protocol):
-    """A tuner, as all below the decorator see it. The first five are those of Triton's tuner.
+    """A tuner as all code below the decorator sees it. The first five attributes are Triton's.
 
     Attributes:
         fn: the kernel below the tuner: a jit function, or heuristics around one.
         base_fn: the Python function.
-        keys: the names in `key=`, as they were written.
-        key_names: those of them whose values have a choice of their own.
-        basis: what was read to find out that nothing reads the dropped names.
-        needs_scratch: whether a launch has asked for global scratch memory.
+        keys: the names in `key=`, as written.
+        key_names: the names among them whose values have separate choices.
+        basis: the objects that were read to classify the names.
+        needs_scratch: whether a launch has requested global scratch memory.
         hooks, limits, proposer, workloads: `inputs.call.Hooks`, `tuning.requests.Limits`,
             `tuning.search.Proposer`, `inputs.workload.DeclaredWorkload`s.
         isolation: `worker`, `config` or `inline`.
-        on_miss, measure, same_bits: None for SAFETUNE_ON_MISS, SAFETUNE_MEASURE,
+        on_miss, measure, same_bits: None to follow SAFETUNE_ON_MISS, SAFETUNE_MEASURE,
             SAFETUNE_SAME_BITS.
         budget: None to measure every config.
         configs_timings, bench_time, tuning_phases: of the last tuning; phases in seconds.
@@ -187,7 +189,7 @@ class Tuner(Protocol):
     def launch_with(
         self, config: Config, values: dict[str, Any], grid: Any, args: Args, kwargs: dict[str, Any]
     ) -> Any:
-        """Launch by Triton's path, with values that the tuner's heuristics have given."""
+        """Launch by Triton's path, with the given values of the tuner's heuristics."""
 
     def report(
         self,
@@ -199,7 +201,7 @@ class Tuner(Protocol):
         """Report a choice as Triton's tuner does."""
 
     def first_time(self, topic: str) -> bool:
-        """Whether this is the first call with this topic; for warnings that are given once."""
+        """Whether this is the first call with this topic, for warnings that appear once."""
 
 
 @dataclass(frozen=True)
@@ -245,9 +247,9 @@ class CallShape:
         """Launch a call with a config by Triton's path.
 
         Args:
-            values: what the heuristics have said for this launch; None to call them.
-            state: of the call's key, where that may launch another config in place of this one.
-            relaunch: called where Triton cannot launch the config; None to raise its error.
+            values: of the heuristics for this launch; None to call them.
+            state: of the call's key, if it may launch another config instead of this one.
+            relaunch: called if Triton cannot launch the config; None to raise its error.
         """
         tuner = self._tuner
         tuner.best_config = config
@@ -303,7 +305,7 @@ class CallShape:
         return tuple(new_args), new_kwargs
 
     def pinnable(self, name: str, value: Any) -> bool:
-        """Whether a dropped argument would compile again for another value of it."""
+        """Whether other values of a dropped argument would compile again."""
         return name in self._constexprs or isinstance(value, int)
 
     def _key_function(self, keys: KeyNames) -> Callable[[Args, Kwargs], Any]:
@@ -348,7 +350,7 @@ def _grid_of(grid: Callable[..., Any], originals: Kwargs, arguments: dict[str, A
 
 
 class CallShapes:
-    """The shapes of the calls of one kernel so far."""
+    """The call shapes of one kernel so far."""
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
@@ -359,7 +361,7 @@ class CallShapes:
         """Return the shape of a call, made at the first call of its kind.
 
         Raises:
-            InvalidConfig: the call passes what every config sets, or there is no config.
+            InvalidConfig: the call passes a name that every config sets, or there is no config.
         """
         if not self._tuner.configs:
             raise NoConfigs(
@@ -389,11 +391,12 @@ def constexpr_names(kernel: Any) -> frozenset[str]:
 
 
 def specialisation(kernel: Any, arg_names: Sequence[str], named: Kwargs) -> Any:
-    """Return what decides which binary of a config a call needs: at least what Triton tells apart.
+    """Return the values that decide which binary of a config a call needs: at least as fine as
+    Triton's.
 
     Args:
-        kernel: that below the tuner: a jit function, or heuristics around one.
-        named: what the kernel below the tuner's heuristics gets, by name.
+        kernel: the one below the tuner: a jit function, or heuristics around one.
+        named: the arguments of the kernel below the tuner's heuristics, by name.
     """
     constants = constexpr_names(kernel)
     return tuple(

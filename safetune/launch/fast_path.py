@@ -1,10 +1,10 @@
-"""The fast path: launches a compiled kernel without Triton's own path, by generated code.
+"""The fast path: generated code launches a compiled kernel without Triton's own path.
 
 Each kind of call (number of positional arguments, names of the keywords, type of each argument) has
-straight-line code of its own. The code reads the properties of the arguments on which the choice
-and the binary depend, at least as finely as Triton does, looks up the compiled kernel by them, and
-calls its launcher. It returns None for a call that it does not know, and where a hook or a switch
-needs Triton's own path.
+its own straight-line code. The code reads the properties of the arguments on which the choice and
+the binary depend, at least as finely as Triton does, looks up the compiled kernel by them, and
+calls its launcher. It returns None for an unknown call, and if a hook or a switch needs Triton's
+own path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FastPath:
     """The code for one kind of call of one kernel, and the compiled kernels that it knows.
 
     Attributes:
-        launch: (grid, args, kwargs) → the compiled kernel that was launched, or None. Its attribute
+        launch: (grid, args, kwargs) → the launched compiled kernel, or None. Its attribute
             `fast_path` is this object.
         in_the_way: whether a hook or a switch needs Triton's own path now.
     """
@@ -104,8 +104,8 @@ class FastPath:
         self.launch.__dict__["fast_path"] = self
 
     def outdated(self) -> bool:
-        """Whether this code is in its own way: heuristics have changed, or a switch has another
-        value than when it was made, for the second launch in a row.
+        """Whether this code blocks itself: heuristics have changed, or a switch has differed from
+        its value at generation for two launches in a row.
         """
         before, self._seen = self._seen, triton_launch.switches(self._jit)
         switched = self._seen == before != self._switches
@@ -119,10 +119,10 @@ class FastPath:
         return choice, None if self._source.single else self._shape.key(args, kwargs)
 
     def remember(self, key: Key, launched: Launched) -> None:
-        """Launch this kernel for such calls from now on, if that can be done without Triton.
+        """Launch this kernel for such calls from now on, if that is possible without Triton.
 
         Args:
-            key: of the call, from before the launch.
+            key: of the call, computed before the launch.
         """
         tuner, kernel, config = self._tuner, launched.result, launched.config
         if config is None or type(config) is not Config or type(kernel) is not CompiledKernel:
@@ -172,19 +172,19 @@ class FastPath:
         watch: tuple[Any, Any, Any],
         offsets: Mapping[int, int],
     ) -> Callable[..., Any] | None:
-        """Return a launch that is known as a function of its first arguments, tensors or None.
+        """Return a known launch as a function of its first arguments, which are tensors or None.
 
-        The function takes arguments up to the last tensor, and launches what this call launches, on
-        the same grid. The caller answers for it that they have the dtypes and the device of the
-        first ones. It returns None where launches are observed, or anything that a launch depends
-        on has changed, an address is not a multiple of 16 or may be of memory that was freed, or
-        another device is current.
+        The function takes the arguments up to the last tensor, and launches the same kernel on the
+        same grid. The caller guarantees that they have the dtypes and the device of the original
+        ones. It returns None if launches are observed, if anything that a launch depends on has
+        changed, if an address is not a multiple of 16 or may be in freed memory, or if another
+        device is current.
 
         Args:
-            watch: whose `active` says whether launches are observed; a class, and the `run` that it
-                has unless a tool has replaced it.
-            offsets: by an argument's place, how many bytes from the start of the tensor that the
-                function gets there is what is launched on.
+            watch: an object whose `active` says whether launches are observed; a class, and the
+                `run` that it has unless a tool has replaced it.
+            offsets: by argument position, the byte offset of the launched tensor from the tensor
+                that the function gets.
         """
         if not self._source.can_be_bound or self.in_the_way():
             return None
@@ -213,7 +213,7 @@ class FastPath:
 
 
 def make(tuner: Tuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch | None:
-    """Return the launch for calls like this one; None where Triton's own path is needed."""
+    """Return the launch for calls like this one; None if they need Triton's own path."""
     jit, heuristics = own_heuristics(tuner.fn)
     set_below = [name for each in heuristics for name in each.values]
     if (

@@ -120,9 +120,9 @@ def launch(grid, a, k):
 """
 
     def bound_text(self, parts: Collection[int]) -> str:
-        """Return the code of `bind`, where `parts` are launched on from an offset on.
+        """Return the code of `bind`, with offsets for the arguments in `parts`.
 
-        See `FastPath.bind`. It has no number of one call in it, so that it is compiled once.
+        See `FastPath.bind`. It contains no numbers of a particular call, so it is compiled once.
         """
         # Those after the last tensor are None, as in every call of this kind.
         given = ", ".join(f"v{i}" for i in range(max(self._tensors) + 1))
@@ -176,7 +176,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
 
     @property
     def can_be_bound(self) -> bool:
-        """Whether nothing has to be asked at each launch but where its tensors are."""
+        """Whether each launch needs to check only the addresses of its tensors."""
         return bool(self._tensors) and not (self._heuristics or self._pinned)
 
     @property
@@ -239,7 +239,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
 
     @property
     def absent(self) -> list[str]:
-        """The parameters that a config or their default sets."""
+        """The parameters that a config or a default sets."""
         set_by_heuristics = dict(self._heuristics)
         return [
             each for each in self._names if not (self._given(each) or each in set_by_heuristics)

@@ -1,6 +1,6 @@
-"""Finds grid functions that only read their arguments, so that a launch need not check them again.
+"""Finds grid functions that only read their arguments, so that launches need not recheck them.
 
-Triton launches with the dict that a grid function got: the function may have changed an entry, or
+Triton launches with the dict that a grid function got; the function may have changed an entry, or
 moved a tensor to other memory.
 """
 
@@ -18,9 +18,9 @@ _CHANGES = ("STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR", "STORE
 
 @functools.lru_cache(maxsize=1024)
 def only_reads(code: CodeType) -> bool:
-    """Whether a function takes one dict, reads entries of it by name, and does no more with it.
+    """Whether a function takes one dict and only reads entries of it by name.
 
-    Methods of tensors that change them end in an underscore, but for a few.
+    Tensor methods that change the tensor end in an underscore, with a few exceptions.
     """
     if code.co_argcount != 1 or code.co_kwonlyargcount or code.co_cellvars:
         return False

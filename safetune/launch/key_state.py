@@ -1,7 +1,7 @@
 """The state of each key of one tuner: untried, a choice, a fallback, or only captured in a graph.
 
-`KeyState.decision` alone says which config a key launches now, and why. Two things follow from it,
-and every change updates them: `KeyState.hit`, which the path of a known launch reads, and
+`KeyState.decision` alone says which config a key launches now, and why. Two things are derived from
+it and updated by every change: `KeyState.hit`, which the path of a known launch reads, and
 `KeyStates.choices`, which users see as `tuner.cache`, under Triton's keys.
 """
 
@@ -83,7 +83,7 @@ class Asked:
 
     @property
     def identity(self) -> str:
-        """The key and the list of configs: processes that share both launch the same config."""
+        """The key and the list of configs; processes that share both launch the same config."""
         return f"{self.key.digest} {self.declared}"
 
 
@@ -122,13 +122,13 @@ class KeyState:
         return self._states.tuner
 
     def decision(self, capture: int | None = 0) -> Decision | None:
-        """Return the config that this key launches now; None where a call has to look for one.
+        """Return the config that this key launches now; None if a call must look for one.
 
-        A call that cannot launch this config has another one: see `allowed`.
+        A call that cannot launch this config gets another one: see `allowed`.
 
         Args:
             capture: the number of the capture under way, 0 outside of one. A captured config counts
-                for its own capture; None counts that of any.
+                for its own capture only; with None, for any capture.
         """
         choice, fallback, retry = self._choice, self._fallback, self._retry
         captured = self.captured
@@ -143,10 +143,10 @@ class KeyState:
         return None
 
     def allowed(self, config: Config, specialise: Specialise) -> Config:
-        """Return `config`, or the one in its place for a call that cannot launch it.
+        """Return `config`, or its substitute for a call that cannot launch it.
 
         Raises:
-            Exception: the last error, where none can be launched.
+            Exception: the last error, if none can be launched.
         """
         if not self._rejected or self.written is not None:
             return config
@@ -159,7 +159,7 @@ class KeyState:
         return substitute
 
     def set_choice(self, config: Config) -> Config:
-        """Use `config` as the key's choice from here on; return it, or the written config."""
+        """Use `config` as the key's choice from now on; return it, or the written config."""
         with _changing:
             self._choice, self._fallback, self._retry, self.held = config, None, None, None
             self.retried = self.hopeless = None
@@ -200,7 +200,7 @@ class KeyState:
         self.held = config
 
     def forget(self) -> None:
-        """Let the next call look for a config; the configs in captured graphs stay known."""
+        """Let the next call look for a config; configs in captured graphs stay known."""
         with _changing:
             self._choice = self._fallback = self._retry = self.held = self.written = None
             self.retried = self.hopeless = None
@@ -208,7 +208,9 @@ class KeyState:
             self._states.publish(self)
 
     def reject(self, specialisation: Any, config: Config) -> list[Config]:
-        """Note that a call cannot launch `config`; return all that such calls cannot launch."""
+        """Record that a call cannot launch `config`; return all configs that such calls cannot
+        launch.
+        """
         with _changing:
             rejected = self._rejected.setdefault(specialisation, [])
             if config not in rejected:
@@ -217,7 +219,7 @@ class KeyState:
         return rejected
 
     def substitute(self, specialisation: Any, found: Config | Exception) -> None:
-        """Note the config that such calls launch instead, or the error if they can launch none."""
+        """Record the config that such calls launch instead, or the error if there is none."""
         self._substitutes[specialisation] = found
 
     @property
@@ -226,7 +228,7 @@ class KeyState:
         return self.written or self._choice
 
     def update_hit(self) -> bool:
-        """Set `hit`; return whether there was another one."""
+        """Set `hit`; return whether it had another config before."""
         before, config = self.hit, self.choice or (self._fallback if self._retry is None else None)
         if config is not None and self.written is None:
             rejected = any(config in configs for configs in self._rejected.values())
@@ -284,7 +286,7 @@ class CapturedMiss:
 
 
 class KeyStates:
-    """The states of all keys of one tuner, and the dictionaries that follow from them."""
+    """The states of all keys of one tuner, and the dictionaries derived from them."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner  # whose keys these are; a shallow copy of it shares them
@@ -300,7 +302,7 @@ class KeyStates:
         _all[self] = None
 
     def of(self, key: Any) -> KeyState:
-        """Return the state of a key, untried if it is new."""
+        """Return the state of a key; a new key is untried."""
         state = self._states.get(key)
         return state or self._states.setdefault(key, KeyState(key, self))
 
@@ -315,8 +317,8 @@ class KeyStates:
         return f"{configs}, {counted(chosen, 'key')} with a choice{without}"
 
     def missed(self, key: Any, arguments: Mapping[str, Any]) -> KeyState:
-        """Return the state of a call's key, which `tuner.cache` shows under the call's Triton key,
-        and has it launch what the program has written for that.
+        """Return the state of a call's key, shown in `tuner.cache` under the call's Triton key, and
+        apply the config that the program has written for it.
         """
         state = self.of(key)
         layout, meaning = self.learn(arguments)
@@ -341,7 +343,7 @@ class KeyStates:
         return self._written.get(self._table(layout).get(meaning))
 
     def learn(self, arguments: Mapping[str, Any]) -> tuple[Layout, Meaning]:
-        """Return the layout and the meaning of Triton's key of a call; remembers the layout."""
+        """Return the layout and the meaning of a call's Triton key; remembers the layout."""
         tuner = self.tuner
         layout = Layout.of(tuner.keys, tuner.arg_names, arguments)
         self._layouts[layout] = None
@@ -365,7 +367,7 @@ class KeyStates:
         return {meaning for meaning in found if meaning is not None}
 
     def matching(self, key: Any) -> list[KeyState]:
-        """Return the states that a Triton key means."""
+        """Return the states that a Triton key stands for."""
         found = [state for state in self if state.meaning is None and state.shown == key]
         if self._by_meaning:
             for meaning in self._meanings(key):
@@ -383,7 +385,7 @@ class KeyStates:
         return next((other for other in self._written if meanings & self._meanings(other)), key)
 
     def write(self, key: Any, config: Config) -> None:
-        """Launch a config for all calls that a Triton key means, from here on."""
+        """Launch a config for all calls that a Triton key stands for, from now on."""
         self._written.pop(key, None)
         self._written[key] = config
         self._tables = {}
@@ -394,7 +396,7 @@ class KeyStates:
             dict.__setitem__(self.choices, key, config)
 
     def remove(self, key: Any) -> None:
-        """Make all calls untried that a Triton key means."""
+        """Make all calls that a Triton key stands for untried."""
         meanings = self._meanings(key)
         for other in list(self._written):
             if other == key or meanings & self._meanings(other):
@@ -407,8 +409,8 @@ class KeyStates:
     def clear(self, written: bool = True) -> None:
         """Make every key untried; also those that the program has `written`.
 
-        Or keep these, where the kernel or its key is another one. Else each key keeps what it
-        means: what is written next holds for a tuning under way, too.
+        `written=False` keeps those, for a changed kernel or key. With `written`, each key keeps its
+        meaning, so that a later write also applies to a running tuning.
         """
         kept = {} if written else self._written
         self._written, self._tables = {}, {}
@@ -430,7 +432,7 @@ class KeyStates:
         self.choices.update(choices)
 
     def publish(self, state: KeyState) -> None:
-        """Bring the dictionaries up to date with one state; called while `_changing` is held."""
+        """Update the dictionaries from one state; called while `_changing` is held."""
         peers = self._by_meaning.get(state.meaning, ()) if state.meaning is not None else ()
         same = [peer.choice for peer in peers if peer.shown == state.shown]
         choice = next(filter(None, [state.choice, *same]), self._written.get(state.shown))
@@ -442,7 +444,7 @@ class KeyStates:
             self.tuner.forget_launches()
 
     def start_over(self) -> None:
-        """In a forked child: drop the locks of threads that it does not have."""
+        """In a forked child: replace locks that lost threads may hold."""
         for state in self:
             state.lock = threading.RLock()
         self.tuner.forget_launches()  # Triton refuses each launch
@@ -461,8 +463,8 @@ class KeyStates:
 class Choices(dict[Any, Config]):
     """`tuner.cache`: the choice of each key, never a fallback, under Triton's key.
 
-    Every method takes any Triton key of a call: see `triton_keys`. What a program writes is
-    launched for the calls that the key means, and is stored nowhere.
+    Every method takes any Triton key of a call: see `triton_keys`. Configs that a program writes
+    are launched for the calls that the key stands for, and stored nowhere.
     """
 
     def __init__(self, states: KeyStates) -> None:
@@ -496,7 +498,7 @@ class Choices(dict[Any, Config]):
         self._states.remove(plain(key))
 
     def clear(self) -> None:
-        """Make every key untried, those with a fallback too."""
+        """Make every key untried, including those with a fallback."""
         self._states.clear()
 
     def pop(self, key: Any, *default: Any) -> Any:
@@ -529,13 +531,13 @@ _all: weakref.WeakKeyDictionary[KeyStates, None] = weakref.WeakKeyDictionary()
 
 
 def all_states() -> Iterator[KeyState]:
-    """Yield the state of every key of every tuner of this process, oldest tuner first."""
+    """Yield the states of all keys of all tuners of this process, oldest tuner first."""
     for states in list(_all):
         yield from states
 
 
 def without_frames(error: Raised) -> Raised:
-    """Return a copy to keep: a traceback would keep its frames, and with them tensors."""
+    """Return a copy that can be kept: a traceback would keep its frames, and so tensors."""
     copied = type(error).__new__(type(error))
     copied.__dict__.update(error.__dict__)
     copied.args = error.args

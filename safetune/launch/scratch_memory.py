@@ -1,10 +1,9 @@
-"""Memory that Triton asks for at a launch: global scratch, for device-side tensor descriptors.
+"""Memory that Triton requests at a launch: global scratch, for device-side tensor descriptors.
 
 Triton has no allocator of its own. The user's is in a context variable, which new threads and
-autograd's backward threads do not see. A launch without an allocator fails before anything has
-reached the device. It is then repeated with the allocator of this module, and later launches of the
-kernel use it at once. A visible allocator of the user's is used. This module's is set during such
-launches only.
+autograd's backward threads do not see. A launch without an allocator fails before anything reaches
+the device. It is then repeated with this module's allocator, which later launches of the kernel use
+at once. A visible user allocator takes precedence. This module's is set only during such launches.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Block:
     Args:
         size: bytes, at least.
         alignment: in bytes.
-        stream: the raw handle of the stream that launches; None: torch's current one.
+        stream: the raw handle of the launching stream; None: torch's current one.
     """
 
     def __init__(self, size: int, alignment: int, stream: int | None) -> None:
@@ -62,7 +61,7 @@ class Block:
         self._address = self._base + -self._base % alignment
 
     def data_ptr(self) -> int:
-        """Return the address, as Triton's launcher asks for it."""
+        """Return the address; called by Triton's launcher."""
         return self._address
 
     def __del__(self) -> None:
@@ -72,7 +71,7 @@ class Block:
 
 
 def allocate(size: int, alignment: int, stream: int | None) -> Block:
-    """Return scratch for one launch on the current device; an allocator as Triton defines them."""
+    """Return scratch for one launch on the current device; an allocator in Triton's sense."""
     import torch
 
     device = torch.cuda.current_device()
@@ -95,7 +94,7 @@ def launch(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def scratch_allocator() -> Iterator[None]:
-    """Give plain Triton kernels scratch memory in this thread while the context is open.
+    """Give plain Triton kernels scratch memory in this thread, in the body.
 
     An allocator that the thread already sees stays in place. Kernels under `@safetune` need none.
     """
@@ -105,7 +104,7 @@ def scratch_allocator() -> Iterator[None]:
 
 @contextlib.contextmanager
 def observed() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of each request, from any thread."""
+    """Yield a list that collects the bytes of each request, from any thread."""
     sizes: list[int] = []
     with _lock:
         _observers.append(sizes)
@@ -119,7 +118,7 @@ def observed() -> Iterator[list[int]]:
 def reserve(capture: int, stream: int) -> None:
     """Give a capture's graph as much scratch memory as the largest request so far on this device.
 
-    If there is not enough memory, nothing is reserved; a launch that needs some then raises.
+    If there is too little memory, nothing is reserved; a launch that needs some then raises.
     """
     if not _largest:
         return

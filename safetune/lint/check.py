@@ -1,4 +1,4 @@
-"""Searches a tree of files and returns the findings that no comment ignores."""
+"""Searches a tree of files and returns the findings that no comment suppresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def python_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def check(paths: Sequence[Path], rules: Collection[str] = (*RULES,)) -> tuple[list[Finding], int]:
-    """Return what rules find under some paths, by place, and how many tuners there are."""
+    """Return the findings of rules under some paths, by place, and the number of tuners."""
     findings: list[Finding] = []
     tuners = 0
     for path, tuner in _tuners(paths):

@@ -1,8 +1,8 @@
 """The values of a file's names: functions, modules of the tree, and literals.
 
-Only Triton's own modules are imported, so that a kernel calls the same functions as at run time. A
-function of the tree is compiled and never called. A value is `UNKNOWN` unless it is a literal, or
-made of literals by `+`, a comprehension or `itertools.product`.
+Only Triton's own modules are imported, so that a kernel's calls resolve as at run time. Functions
+of the tree are compiled but never called. A value is `UNKNOWN` unless it is a literal, or made of
+literals by `+`, a comprehension or `itertools.product`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _NotTold(Exception):
 
 @dataclass(frozen=True)
 class WrittenConfig:
-    """A `triton.Config`."""
+    """A `triton.Config` as written."""
 
     kwargs: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -83,7 +83,7 @@ class WrittenConfig:
 
 
 class Scope:
-    """The names of a module or of a function, and the scope around it."""
+    """The names of a module or of a function, and the enclosing scope."""
 
     def __init__(self, file: File, node: ast.AST, outer: Scope | None = None) -> None:
         self.file = file
@@ -100,13 +100,13 @@ class Scope:
         return self.outer.get(name) if found is MISSING and self.outer else found
 
     def with_values(self, values: Mapping[str, Any]) -> Scope:
-        """Return a scope inside of this one with values for some more names."""
+        """Return a scope inside this one with values for more names."""
         inner = Scope(self.file, ast.Pass(), self)
         inner.values.update(values)
         return inner
 
     def inside(self, function: FunctionNode) -> Scope:
-        """Return the scope inside of a function that is called without arguments."""
+        """Return the scope inside a function that is called without arguments."""
         inner = Scope(self.file, function, self)
         inner.values = {name: value_of(each, self) for name, each in defaults(function).items()}
         return inner
@@ -204,7 +204,7 @@ class File:
         self._files = files
 
     def module_named(self, level: int, name: str) -> Any:
-        """Return a module as an import statement names it, `MISSING` if it is not in the tree."""
+        """Return a module named in an import statement, or `MISSING` if it is not in the tree."""
         parts = [part for part in name.split(".") if part]
         folders = [self.root, self.path.parent]
         folders = [*self.path.parents][level - 1 : level] if level else folders
@@ -219,7 +219,9 @@ class File:
         return next((module for module in modules if module is not MISSING), MISSING)
 
     def imported(self, statement: Any, name: str = "") -> Any:
-        """Return what `from module import name` gives, or `MISSING`; without a name, the module."""
+        """Return the result of `from module import name`, or `MISSING`; without a name, the
+        module.
+        """
         level, module = statement.level, statement.module or ""
         owner = self.module_named(level, module)
         if owner is UNKNOWN or not name:
@@ -249,13 +251,13 @@ class _TextModule(ModuleType):
 
 
 class Files:
-    """The files of the tree that were asked for."""
+    """The requested files of the tree."""
 
     def __init__(self) -> None:
         self._known: dict[Path, File | None] = {}
 
     def file(self, path: Path) -> File | None:
-        """Return a file; None where it is not there, or Python cannot read it."""
+        """Return a file; None if it is missing, or if Python cannot read it."""
         if path not in self._known:
             self._known[path] = None
             odd = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
@@ -264,7 +266,7 @@ class Files:
         return self._known[path]
 
     def module(self, folder: Path, parts: list[str]) -> Any:
-        """Return the module that lies there, or `MISSING`."""
+        """Return the module at this location, or `MISSING`."""
         place = folder.joinpath(*parts)
         files = [place / "__init__.py", *([place.with_name(f"{place.name}.py")] if parts else [])]
         for path in files:
@@ -379,7 +381,7 @@ def _returned(function: Any, args: list[Any], keywords: Mapping[str, Any]) -> An
 
 
 def config_of(node: ast.Call, scope: Scope) -> WrittenConfig:
-    """Return a config as far as its text tells it."""
+    """Return a config as far as its text shows."""
     given = {name: value_of(each, scope) for name, each in zip(POSITIONS, node.args, strict=False)}
     given |= keywords_of(node, scope)
     kwargs = given.get("kwargs", {})
@@ -389,7 +391,7 @@ def config_of(node: ast.Call, scope: Scope) -> WrittenConfig:
 
 
 def keywords_of(node: ast.Call, scope: Scope) -> dict[str, Any]:
-    """Return the arguments of a call that are passed by name."""
+    """Return the keyword arguments of a call."""
     names = (keyword.arg and ast.Constant(keyword.arg) for keyword in node.keywords)
     return _dict(zip(names, (keyword.value for keyword in node.keywords), strict=True), scope)
 
@@ -403,7 +405,9 @@ def decorated(node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope, below:
 
 
 def base_of(value: Any) -> Any:
-    """Return the text of the function that a value of the tree is, or decorates; else None."""
+    """Return the text of the function that a value from the tree is or decorates; None
+    otherwise.
+    """
     while not isinstance(value, FunctionType):
         if (value := getattr(value, "fn", None)) is None:
             return None
@@ -432,7 +436,7 @@ def _above(value: Any, decorator: ast.expr, node: Any, scope: Scope) -> Any:
 
 
 def function_of(node: FunctionNode, scope: Scope) -> Any:
-    """Return a function of the tree, which is never called; `UNKNOWN` if Python refuses it alone.
+    """Return a function of the tree, which is never called; `UNKNOWN` if Python rejects it alone.
 
     Only the parameters of a `def` are compiled; its text shows the rest.
     """

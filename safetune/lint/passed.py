@@ -60,11 +60,11 @@ class Passed:
         self._value = value
 
     def names(self) -> set[str]:
-        """Return the parameters that some launch passes."""
+        """Return the parameters that any launch passes."""
         return set().union(*(given for _, given in self._shown))
 
     def is_dtype(self, name: str) -> bool:
-        """Whether a launch passes a dtype for a parameter, or something made of one."""
+        """Whether a launch passes a dtype, or something derived from one, for a parameter."""
         return any(
             "attr='dtype'" in text
             for launch, given in self._passing(name)
@@ -72,7 +72,7 @@ class Passed:
         )
 
     def flag(self, name: str, key: Sequence[str]) -> str:
-        """Return the reason why a true-or-false parameter can differ for equal keys, or ""."""
+        """Return why a boolean parameter can differ between equal keys, or ""."""
         constants = set[str]()
         for launch, given in self._passing(name):
             value, scopes = given[name], launch.scopes
@@ -88,11 +88,11 @@ class Passed:
         return several if len(constants) > 1 and is_flag else ""
 
     def is_told(self, name: str, tensors: Collection[str], key: Sequence[str]) -> bool:
-        """Whether Triton's key tells a flag: its test decides of one tensor if that is None.
+        """Whether Triton's key implies a flag, because the flag tests a tensor for None.
 
-        That key has the dtypes of the arguments that have one: an argument that is None makes it
-        shorter. Where another tensor of its kind may be None, the dtypes do not say which it is,
-        unless the key has a flag that does.
+        The key has the dtypes of all tensor arguments, so an argument that is None makes it
+        shorter. If another tensor of the same kind may be None, the dtypes do not say which one it
+        is, unless the key has a flag for that.
 
         Args:
             tensors: the parameters that the kernel loads from or stores to.
@@ -103,7 +103,7 @@ class Passed:
         )
 
     def length(self, name: str) -> str:
-        """Return the length that launches pass for a parameter, or "": it has many values."""
+        """Return the length that launches pass for a parameter, or "". A length has many values."""
         if name in self._tested or _FIXED.search(name):
             return ""
         for launch, given in self._passing(name):

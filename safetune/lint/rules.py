@@ -1,4 +1,4 @@
-"""The rules: the mistakes of a tuner, and the lines of text that show them."""
+"""The rules: mistakes in a tuner, and the lines of text that show them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding, at a place in a file; lines and columns begin at 1."""
+    """One finding, at a place in a file; lines and columns start at 1."""
 
     rule: str
     path: str

@@ -66,35 +66,35 @@ class Tuner:
 
     @forks.cached_property
     def configs(self) -> list[Any] | None:
-        """The configs; None where the text does not tell all of them."""
+        """The configs; None if the text does not show all of them."""
         value = self._value("configs", 0)
         return value if isinstance(value, list) else None
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one config: it is launched as it is, and nothing is timed."""
+        """Whether there is only one config, which is launched without timing."""
         return self.configs is not None and len(self.configs) == 1
 
     @forks.cached_property
     def written(self) -> list[WrittenConfig]:
-        """The configs; where the text does not tell all of them, those that it mentions."""
+        """The configs in the text, even if it does not show all of them."""
         found = self.configs or _mentioned(self.option("configs", 0), self.scope)
         return [config for config in found if isinstance(config, WrittenConfig)]
 
     @forks.cached_property
     def tensors(self) -> set[str]:
-        """The parameters that the kernel loads from and stores to."""
+        """The parameters that the kernel loads from or stores to."""
         return _tensors_in(self.function, self.scope, frozenset())
 
     def names(self, option: str, position: int = 99) -> tuple[str, ...] | None:
-        """Return the names in an option such as `key`; None where they are not known."""
+        """Return the names in an option such as `key`; None if they are unknown."""
         value = self._value(option, position) or []
         if isinstance(value, (list, dict)) and all(isinstance(name, str) for name in value):
             return tuple(dict.fromkeys(value))
         return None
 
     def key(self) -> WrittenKey | None:
-        """Return the key as written; None where the text does not tell it."""
+        """Return the key as written; None if the text does not show it."""
         names, keep = self.names("key", 1), self.names("keep")
         if names is None or keep is None:
             return None
@@ -179,7 +179,7 @@ def _starts(node: ast.AST, function: ast.FunctionDef, seen: frozenset[str]) -> s
 
 
 def tuners_in(file: File) -> Iterator[Tuner]:
-    """Yield the tuners in a file, in the order of its lines."""
+    """Yield the tuners in a file, in line order."""
     if not any(isinstance(node, ast.Call) and _is_tuner(node) for node in walk(file.tree)):
         return
     pending: list[tuple[ast.AST, Scope]] = [(file.tree, file.scope)]

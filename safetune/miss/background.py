@@ -101,8 +101,8 @@ class BackgroundBench(LaunchBench):
     def measure(self, /, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
         """Measure as `LaunchBench` does, and mark timings taken beside the program's own work.
 
-        On a GPU, other work during a measurement is unknown. In the interpreter, the program was
-        idle if no other thread of it has run.
+        On a GPU, other work during a measurement cannot be detected. In the interpreter, the
+        program was idle if none of its other threads ran.
         """
         _worker.check()
         before = _others_ns()

@@ -71,7 +71,7 @@ def best_first(
 ) -> Iterator[Config]:
     """Yield the configs that a key without a choice can launch, as `ranked` orders them.
 
-    The related choices are those of the store for the same toolchain.
+    The related choices come from the store, for the same toolchain.
     """
     key, toolchain = request.key, request.key.toolchain.record()
     stored = store.related(key.kernel.digest, key.device.digest)
@@ -88,10 +88,10 @@ def ranked(
 ) -> Iterator[Substitute]:
     """Yield each config that is not known to fail for a key once, best first, with its reason.
 
-    In this order: the key's choice from another list of configs, and from another toolchain; the
-    choice of the nearest key, of this toolchain and then of another; the configs known to work,
-    fastest first, which may be `measured_first`; those without an outcome, as declared. `related`
-    are choices of the same kernel on the same device. For the same bits: as declared.
+    Order: the key's choice from another config list, then from another toolchain; the nearest key's
+    choice, from this toolchain, then from another; the configs known to work, fastest first (these
+    come first of all with `measured_first`); those without an outcome, as declared. `related` are
+    choices of the same kernel on the same device. With `same_bits`, the order is as declared.
     """
     if request.same_bits:
         fails = [config for config, outcome in outcomes if not outcome.ok]
@@ -125,7 +125,7 @@ def ranked(
 
 
 def first_config(request: TuningRequest) -> Substitute:
-    """Return the first config, for a key without any outcome, or with failures only."""
+    """Return the first config, for a key with no outcomes or only failures."""
     return Substitute(request.configs[0], "the first config")
 
 
@@ -174,7 +174,7 @@ def _origin(request: TuningRequest, source: RelatedChoice) -> str:
 def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
     """Return the latest stored outcome of each config of a request that holds for its call.
 
-    A config that ran and was not judged counts as never tried: it may work.
+    A config that ran but was not judged counts as untried: it may work.
     """
     return [
         (request.configs[index], outcome)

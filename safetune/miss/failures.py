@@ -1,4 +1,4 @@
-"""The fallbacks of keys that cannot be tuned and of calls with which no config works, and the time
+"""The fallbacks of keys that cannot be tuned and of calls for which no config works, and the time
 of their next tuning.
 """
 
@@ -56,7 +56,7 @@ class Retry:
         self._syncs = _syncs
 
     def holds(self, args: Any, kwargs: Any, settings: Settings, capture: int) -> bool:
-        """Whether a call launches the fallback; else it looks for a config."""
+        """Whether a call launches the fallback; otherwise it looks for a config."""
         if self.kinds and kind_of(args, kwargs) not in self.kinds:
             return False
         return bool(capture) or not self.due(settings)
@@ -80,7 +80,7 @@ class Retry:
 
 
 def kind_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the property by which calls can or cannot be handed to a child: types, not values."""
+    """Return the property that decides whether a child can get a call: types, not values."""
     passed = {name: value for name, value in kwargs.items() if name not in LAUNCH_KEYWORDS}
     return tuple(map(_kind, leaves([*args, passed])))
 
@@ -94,13 +94,13 @@ def _kind(value: Any) -> Any:
 def fall_back(
     state: KeyState, request: TuningRequest, config: Config, error: Exception, kind: Any = None
 ) -> Config:
-    """Use `config` as a fallback after a failed tuning, until the next; warn the first time.
+    """Use `config` as a fallback after a failed tuning, until the next one; warn the first time.
 
     If a child cannot rebuild the call, only calls of its kind use the fallback. It is permanent if
     a child can rebuild no call of the kernel, or if the kernel waits for an answer.
 
     Args:
-        kind: the call's kind, if the request has no arguments any more.
+        kind: the call's kind, if the request no longer has arguments.
     """
     before, retry, outlook = state.retried, None, ""
     kinds = frozenset[Any]()
@@ -128,9 +128,9 @@ def fall_back(
 
 
 def may_be_sent(request: TuningRequest) -> bool:
-    """Whether the kernel and its hooks can be handed to a child, whatever the arguments are.
+    """Whether a child can get the kernel and its hooks, whatever the arguments are.
 
-    Heuristics need not be: the caller computes their values.
+    Heuristics do not matter: the caller computes their values.
     """
     from safetune.tuning.bench import pack_call  # most processes need none
 
@@ -155,7 +155,7 @@ def nobody_answers(request: TuningRequest, error: Exception) -> bool:
 
 
 def first_that_hung(request: TuningRequest, error: NoWorkingConfig) -> Config:
-    """Return the first config that a launch of a kernel that waits can use."""
+    """Return the first config that can launch a kernel that waits."""
     hung = {text for text, outcome in error.outcomes if outcome.verdict is Verdict.TIMEOUT}
     return next(config for config in request.configs if config_text(config) in hung)
 
@@ -167,9 +167,10 @@ def count_sync() -> None:
 
 
 def first_config(request: TuningRequest, error: NoWorkingConfig) -> Config | None:
-    """Return the config to launch in the caller although no config works in a child; or None.
+    """Return the config to launch in the caller although no config works in a child; None without
+    one.
 
-    The caller then gets Triton's own exception; a call that fails only in a child works.
+    The caller then gets Triton's own exception, and a call that fails only in a child works.
     """
     if nobody_answers(request, error):
         return first_that_hung(request, error)
@@ -185,11 +186,7 @@ def _is_harmless(outcome: Outcome) -> bool:
 def none_works(
     state: KeyState, request: TuningRequest, error: NoWorkingConfig, must_raise: bool
 ) -> Config:
-    """Raise the error of a call with which no config works, or launch a kernel that waits.
-
-    Args:
-        must_raise: raise even if this process could launch a config.
-    """
+    """Raise the error of a call for which no config works, or launch a kernel that waits."""
     if not must_raise and nobody_answers(request, error):
         return fall_back(state, request, first_that_hung(request, error), error)
     if not must_raise:
@@ -203,7 +200,7 @@ def none_works(
 @contextlib.contextmanager
 def first_for_all(tuner: Tuner, error: NoWorkingConfig) -> Iterator[None]:
     """Launch the first config in the body, although none works in a child. The children's results
-    become a note of the exception that it raises, or one warning.
+    become a note on the exception that it raises, or one warning.
     """
     try:
         yield
@@ -227,16 +224,16 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def hopeless_of(state: KeyState, request: TuningRequest) -> Hopeless | None:
-    """Return the calls for which no config of the present list works."""
+    """Return the calls for which no config in the current list works."""
     hopeless: Hopeless | None = state.hopeless
     return hopeless if hopeless is not None and hopeless.declared == request.declared else None
 
 
 class Hopeless:
-    """The calls of a key with which no config works: the last error, and the next attempt.
+    """The calls of a key for which no config works: the last error, and the next attempt.
 
     The first different call is tuned at once, because the caller may have corrected a mistake. If
-    that has no working config either, the next one is tried after a while, not at each step.
+    no config works for that one either, the next is tried after a while, not at each step.
     """
 
     def __init__(
@@ -256,7 +253,7 @@ class Hopeless:
     def error_for(self, call: str) -> NoWorkingConfig | None:
         """Return the error of a call that is not tried now; None to try it.
 
-        Looks the call's failures up in the store, which may have been cleared; not at each step if
+        Looks up the call's failures in the store, which may have been cleared; not at each step if
         the first config is launched anyway.
         """
         error = without_frames(self._error)

@@ -58,7 +58,7 @@ class HowFar:
 
     @property
     def best(self) -> str:
-        """The best time, and how many times as fast as the first config it is."""
+        """The best time, and its speedup over the first config."""
         gain = f" ({self.first_ms / self.best_ms:.1f}x)" if self.first_ms < math.inf else ""
         return f"best {duration(self.best_ms)}{gain}" if self.best_ms < math.inf else ""
 
@@ -76,7 +76,7 @@ class HowFar:
 
 
 def clock_time(seconds: float) -> str:
-    """Return `1:05`, or `1:00:05`."""
+    """Return seconds as `1:05` or `1:00:05`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -94,7 +94,7 @@ def repeated(
     every_s: float,
     ended: threading.Event | None = None,
 ) -> Iterator[None]:
-    """Call a function in a thread after a while, and then every so often."""
+    """Call a function in a thread after `first_s`, and then at intervals."""
     ended = ended or threading.Event()
 
     def run() -> None:

@@ -41,7 +41,7 @@ class Flights:
         self.skipped = {configs[index]: outcome for index, outcome in skipped.items()}
 
     def check_some(self, configs: Sequence[Config]) -> None:
-        """Raise `NoWorkingConfig` if none of them may be tried."""
+        """Raise `NoWorkingConfig` if none of these configs may be tried."""
         if self.skipped and self.skipped.keys() >= {*configs}:
             outcomes = [(config_text(config), outcome) for config, outcome in self.skipped.items()]
             raise NoWorkingConfig(self._key.kernel.name, str(self._key), outcomes, measured=0)

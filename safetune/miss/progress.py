@@ -26,10 +26,10 @@ _showing = forks.lock()
 
 
 class Bar(Progress):
-    """A line with the parts of a progress beside a bar, cut at the end if it does not fit.
+    """A line with progress parts beside a bar, cut at the end if it does not fit.
 
     Args:
-        how_far: returns the present progress; None while there is nothing to show.
+        how_far: returns the current progress; None while there is nothing to show.
     """
 
     def __init__(self, how_far: Callable[[], HowFar | None], **options: Any) -> None:
@@ -75,8 +75,8 @@ def moving_line(how_far: Callable[[], HowFar | None], of_command: bool) -> Itera
     """Show a line during the body, and remove it at the end; one in a process.
 
     Args:
-        of_command: show it at once, with other output above it. The output of a program is not
-            changed.
+        of_command: show it at once, with other output above it. A program's output is left
+            unchanged.
     """
     bar = Bar(
         how_far,
@@ -105,7 +105,7 @@ def moving_line(how_far: Callable[[], HowFar | None], of_command: bool) -> Itera
 
 
 def can_move_cursor() -> bool:
-    """Return whether standard error, which is a terminal, can show the line."""
+    """Whether standard error, which is a terminal, can show the line."""
     console = Console(stderr=True)
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 

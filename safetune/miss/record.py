@@ -1,8 +1,8 @@
 """`SAFETUNE_MODE=record`: stores a call of each key, for tuning offline and for counting.
 
-A store keeps one call for each key, with shapes and plain values. safetune reads only integer
-tensors, once for each key of a process: lengths between offsets, and the range of other values. A
-failure here is a line in the log, never an error.
+A store keeps one call per key, with shapes and plain values. safetune reads only integer tensors,
+once per key and process: lengths between offsets, and the range of other values. A failure here is
+a line in the log, never an error.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _DOING = {
 
 
 class Tally:
-    """An observer that tracks the progress of a tuning. Another thread may show it meanwhile.
+    """An observer that tracks the progress of a tuning. Another thread may display it meanwhile.
 
     Attributes:
         done, total: configs tried in this tuning, and to be tried.
@@ -140,11 +140,11 @@ class Tally:
 
 
 class Tunings:
-    """The number of tunings that this process has begun, and of their ends.
+    """The numbers of tunings that this process has begun and ended.
 
     Attributes:
-        failed: they ended with an exception, and so without a choice.
-        adopted: they took the choice of another process; nothing was measured.
+        failed: ended with an exception, and so without a choice.
+        adopted: took another process's choice; nothing was measured.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Tunings:
 
     @property
     def made(self) -> int:
-        """The tunings that run, or have ended with a choice of their own."""
+        """The tunings that are running or have ended with their own choice."""
         return self.begun - self.failed - self.adopted
 
 
@@ -296,7 +296,7 @@ def _say_once(key: TuningKey, about: str, line: str) -> None:
 
 
 def tell_of_skipped(key: TuningKey, outcomes: Mapping[Config, Outcome]) -> None:
-    """Name the configs that are not tried because the machine or a process went down with them."""
+    """Name the configs that are skipped because the machine or a process went down with them."""
     for config, outcome in outcomes.items():
         if outcome.took_down:
             text = config_text(config)
@@ -422,10 +422,10 @@ def check_policy(
 
 
 def offline_commands(tuner: Tuner, recorded: bool) -> str:
-    """Return the shell commands that tune a kernel offline; empty if its file is not known.
+    """Return the shell commands that tune a kernel offline; empty if its file is unknown.
 
     Args:
-        recorded: the call is recorded already.
+        recorded: whether the call is recorded already.
     """
     _, function = base_function(tuner.fn)
     target, script = function.__module__, ""

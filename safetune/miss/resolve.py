@@ -353,7 +353,7 @@ def _tune_meanwhile(case: _Case) -> Config:
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:
-    """Return the config for a call with nothing to do; its key stays as it is.
+    """Return the config for a call with nothing to do, without changing its key's state.
 
     Such a call can neither measure nor check a config.
     """
@@ -363,7 +363,7 @@ def for_no_work(state: KeyState, request: TuningRequest) -> Config:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Make every miss of this process wait for its tuning, also in the mode `background`."""
+    """Make every miss of this process wait for its tuning, even in the mode `background`."""
     _waiting.append(None)
     try:
         yield
@@ -375,8 +375,8 @@ _waiting: list[None] = []
 
 
 def stored(tuner: Tuner, request: TuningRequest, lookup: Lookup) -> Plan:
-    """Return the stored plan of a key: its trials, and its choice if that was made from the list of
-    configs that the decorator declares now.
+    """Return the stored plan of a key: its trials, and its choice if that was made from the config
+    list that the decorator declares now.
     """
     choice = stored_choice(request, lookup)
     if choice is None:
@@ -523,10 +523,10 @@ def next_best(
 ) -> Any:
     """Launch a call with the next-best config after `config` could not be launched.
 
-    A choice is tuned for a key, and Triton compiles once more for each specialisation: constexpr
-    values, alignment, an integer that is 1. So a config that works for one call of a key may need
-    too much shared memory for the next. Raises the last error if no config can be launched, and an
-    error of the caller's grid or heuristic at once.
+    A choice is tuned per key, but Triton compiles again for each specialisation: constexpr values,
+    alignment, an integer that is 1. So a config that works for one call of a key may need too much
+    shared memory for the next. Raises the last error if no config can be launched; an error in the
+    caller's grid or heuristic is raised at once.
 
     Args:
         special: the values that decide which binary the call needs: `call_shape.specialisation`.

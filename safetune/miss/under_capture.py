@@ -1,8 +1,8 @@
-"""A miss under CUDA graph capture, and the graphs that have kept a fallback since.
+"""A miss under CUDA graph capture, and the graphs that have kept a fallback.
 
 No process measures under capture, because a copy of the inputs would wait for the device. The graph
-gets the stored choice, else the fallback. Both may be compiled and loaded now, because a graph has
-neither step.
+gets the stored choice or the fallback. Either may be compiled and loaded now, because neither step
+becomes part of a graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fall_back(
     """Return the config for a key without a choice under a capture.
 
     Calls outside the capture do not launch it, because the next such call tunes. If nothing is
-    tuned, they launch it too.
+    tuned, they launch it as well.
 
     Args:
         lookup: None without a store.

@@ -1,5 +1,5 @@
-"""Ahead of time: tuning, compiling what is chosen, and what stored trials say of a list of configs.
+"""Work ahead of time: tuning, compiling choices, and shortening lists of configs by stored trials.
 
-In: workloads, recorded calls, stored trials, files of others. Out: stored choices, compiled
+In: workloads, recorded calls, stored trials, other projects' files. Out: stored choices, compiled
 kernels, shorter lists. Runs in the process of the command.
 """

@@ -1,9 +1,9 @@
-"""Which calls of a recorded run a frozen process launches with a choice, and where it is from.
+"""The calls of a recorded run that a frozen process launches with a choice, and their origins.
 
-A call is made again as the program of today makes it, with tensors that have no memory: with the
-kernel, the list of configs and the key names that can be imported, and this toolchain, for the
-device on which it was recorded. What such a launch would look up is looked up. Where the kernel
-cannot be imported, its recorded key is looked up, and the call counts as not compared.
+Each call is rebuilt as today's program would make it, with tensors that have no memory: with the
+kernel, config list and key names that can be imported, and this toolchain, for the recorded device.
+Then the choice for such a launch is looked up. If the kernel cannot be imported, its recorded key
+is looked up, and the call counts as not compared.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from safetune.tuning.neighbours import comparable, distance, pairs_of
 
 
 class Found(str, Enum):
-    """What a process that never tunes launches a call with.
+    """The config with which a process that never tunes launches a call.
 
-    EXACT: the choice of its key in the store. PACK: that in a pack. NEAREST: the choice of another
-    key of the kernel, or of another toolchain. NOTHING: no choice, so its first config. CHANGED: it
-    is not this call any more, as its kernel was edited, refuses it, or is gone.
+    EXACT: the stored choice of its key. PACK: its choice in a pack. NEAREST: the choice of another
+    key of the kernel, or of another toolchain. NOTHING: no choice, so its first config. CHANGED:
+    the call no longer exists, because its kernel was edited, rejects it, or is gone.
     """
 
     EXACT = "exact"
@@ -45,7 +45,7 @@ class Found(str, Enum):
 
     @property
     def is_of_key(self) -> bool:
-        """Whether it is the choice of the call's own key."""
+        """Whether this is the choice of the call's own key."""
         return self in (Found.EXACT, Found.PACK)
 
 
@@ -53,7 +53,7 @@ class Found(str, Enum):
 class Covered:
     """One recorded call, its counts, also in CUDA graphs, and the choice for it.
 
-    `problem`: why its kernel has changed, or was not compared with the call; empty if it was.
+    `problem`: why its kernel has changed or was not compared with the call; empty otherwise.
     """
 
     call: RecordedCall
@@ -65,7 +65,7 @@ class Covered:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it has the choice of its own key, also with the code of today."""
+        """Whether it has the choice of its own key with today's code."""
         return self.found.is_of_key and not self.problem
 
 
@@ -75,11 +75,11 @@ def coverage(
     kernels: Sequence[OfflineKernel],
     lookup: Lookup,
 ) -> Iterator[Covered]:
-    """Yield the coverage of each call, by the device on which it was recorded.
+    """Yield the coverage of each call, by the recorded device.
 
     Args:
         keys: of the calls.
-        kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
+        kernels: where to look for the calls' kernels; if empty, in their defining modules.
     """
     records = {record.digest: record for record in keys}
     times = times_ms(calls)
@@ -103,7 +103,7 @@ def coverage(
 
 
 def shares(covered: Sequence[Covered]) -> dict[str, tuple[float, float]]:
-    """Return for each kind of choice its share of the calls and of the time."""
+    """Return each choice kind's share of the calls and of the time."""
     calls, time_ms = sum(each.calls for each in covered), sum(each.time_ms for each in covered)
     of_kind = {kind: [each for each in covered if each.found is kind] for kind in Found}
     return {
@@ -116,7 +116,7 @@ def shares(covered: Sequence[Covered]) -> dict[str, tuple[float, float]]:
 
 
 def certain_share(covered: Sequence[Covered]) -> float:
-    """Return the share of the calls that have a choice of their own key with the code of today."""
+    """Return the share of calls that have a choice of their own key with today's code."""
     calls = sum(each.calls for each in covered)
     return sum(each.calls for each in covered if each.is_certain) / calls
 

@@ -1,6 +1,6 @@
-"""Tables of vLLM, SGLang and Hugging Face kernels, as choices of a kernel's stored keys.
+"""Tables of vLLM, SGLang and Hugging Face kernels, as choices for a kernel's stored keys.
 
-A row becomes the choice of a key only if it is one of the configs that the kernel declares.
+A row becomes the choice of a key only if it equals a config that the kernel declares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
 
 @dataclass(frozen=True)
 class Offered:
-    """The choices that were found for a kernel's keys, and a line for each key without one."""
+    """The choices found for a kernel's keys, and a line for each key without one."""
 
     entries: list[StoredChoice]
     left_out: list[str]
@@ -33,7 +33,7 @@ def from_tables(
     kind: Kind,
     names: Mapping[str, str],
 ) -> Offered:
-    """Return for each key of a kernel the row of the table that fits it, for the nearest M."""
+    """Return, for each key of a kernel, the row of the matching table with the nearest M."""
     tuner = kernel.tuner
     declared, now = declared_digest(tuner.configs), time.time()
     configs = [(config_digest(c), config_record(c)) for c in tuner.configs]

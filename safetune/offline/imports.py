@@ -1,4 +1,4 @@
-"""Modules by their names, also from the working directory, which the command does not search."""
+"""Imports modules by name, also from the working directory, which the command does not search."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import ModuleType
 
 
 def import_named(name: str) -> ModuleType:
-    """Import a module; raises what its import raises.
+    """Import a module; raises the errors of its import.
 
-    The working directory is searched, first and for good, if the module's package is there: another
-    folder there may have the name of a library that is looked for.
+    Puts the working directory first on the search path, permanently, but only if it contains the
+    module's package: another folder there may have the name of a library.
     """
     with contextlib.suppress(OSError):  # it was deleted
         here = os.getcwd()

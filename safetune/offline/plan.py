@@ -68,42 +68,42 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tunings of a sweep, in their order."""
+    """The tunings of a sweep, in order."""
 
     tunings: tuple[Planned, ...] = field(default=())
     most_s: float = math.inf  # the time limit of the command line for all together
 
     @property
     def configs(self) -> int:
-        """The configs of all keys."""
+        """The number of configs of all keys."""
         return sum(planned.configs for planned in self.tunings)
 
     @property
     def new(self) -> int:
-        """How many of them are to be measured."""
+        """How many of them need measuring."""
         return sum(len(planned.new) for planned in self.tunings)
 
     @property
     def stored(self) -> int:
-        """How many of them have a stored outcome that is not measured again."""
+        """How many of them have a stored outcome and need no measuring."""
         return sum(planned.stored for planned in self.tunings)
 
     @property
     def estimate_s(self) -> float | None:
-        """How long the tunings that have an estimate may take together; None without any."""
+        """The total time of the tunings that have an estimate; None without any."""
         known = [each.estimate_s for each in self.tunings if each.estimate_s is not None]
         return min(sum(known), self.most_s) if known else None
 
     @property
     def is_estimated(self) -> bool:
-        """Whether all that is to be measured has an estimate."""
+        """Whether all tunings that need measuring have an estimate."""
         return all(planned.estimate_s is not None for planned in self.tunings if planned.new)
 
 
 class SharedTime:
-    """The time that the tunings of a plan have together.
+    """The time that the tunings of a plan share.
 
-    Each gets its part of the time that is left when it begins.
+    Each gets its part of the remaining time when it begins.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SharedTime:
                 begun[kind] += 1
 
     def task(self, planned: Planned) -> Task:
-        """Make the task of a tuning that begins now."""
+        """Create the task of a tuning that begins now."""
         task = planned.make()
         if self._end < math.inf:
             task.kernel.tuner.budget = SearchBudget(seconds=self._seconds(planned))
@@ -136,14 +136,14 @@ class SharedTime:
 
 
 def sketches(stream: Stream, wanted: Callable[[str], bool], force: bool) -> Iterator[Planned]:
-    """Yield the plan data of the workloads with a wanted name, making each once."""
+    """Yield the plan data of the workloads with a wanted name, creating each once."""
     for number, task in enumerate(stream):
         if wanted(task.workload.name):
             yield sketch(task, partial(stream.task, number), force)
 
 
 def sketch(task: Task, make: Callable[[], Task], force: bool) -> Planned:
-    """Return the plan data of a task; raises as `request_for`, and `NothingToMeasure`."""
+    """Return the plan data of a task; raises like `request_for`, and `NothingToMeasure`."""
     request = request_for(task, force)
     if not request.has_work:
         raise NothingToMeasure(request.key.kernel.name, str(request.key))
@@ -163,9 +163,9 @@ def _bytes(task: Task) -> int:
 
 
 def plan(asked: Iterable[Planned], store: Store, most_s: float = math.inf) -> Plan:
-    """Look up what is stored of each tuning that is asked for, which may take `most_s` together.
+    """Look up the stored state of each requested tuning; together they may take `most_s`.
 
-    Keys with recorded calls come first, those that take the most time before the others.
+    Keys with recorded calls come first, by decreasing recorded time.
     """
     shares = shares_of_time(store.calls())
     claimed = defaultdict[str, set[str]](set)
@@ -189,7 +189,7 @@ _MOST_GAP_S = 300.0
 
 
 def seconds_per_config(store: Store, kernel: str) -> float | None:
-    """Return how long the stored sweeps of a kernel took for a config; None without any."""
+    """Return the time per config in the stored sweeps of a kernel; None without any."""
     gaps = []
     for _, trials in store.trials_of(kernel):
         times = sorted(trial.created for trial in trials)
@@ -199,9 +199,9 @@ def seconds_per_config(store: Store, kernel: str) -> float | None:
 
 
 def longest_first(tunings: Iterable[Planned]) -> list[Planned]:
-    """Return the tunings with the longest first, for several processes that take one each.
+    """Return the tunings, longest first, for several processes that take one at a time.
 
-    Those of the most recorded time come before the others, as a sweep may end early.
+    Those with the most recorded time come first of all, because a sweep may end early.
     """
 
     def length(planned: Planned) -> tuple[float, int, int]:

@@ -35,7 +35,7 @@ from safetune.store.records import RecordedCall
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A recorded call that is not tuned, and why."""
+    """A recorded call that is not tuned, and the reason."""
 
     call: RecordedCall
     reason: str  # on one line
@@ -45,7 +45,9 @@ class LeftOut:
 
     @property
     def failed(self) -> bool:
-        """Whether the command fails though the call's key has a choice: who says that it holds?"""
+        """Whether the command fails although the call's key has a choice, which may no longer be
+        valid.
+        """
         return self.changed or self.not_found
 
     @property
@@ -73,8 +75,8 @@ def sort_out(
     """Return the calls that can be tuned, with their kernels; add the others to `left_out`.
 
     Args:
-        kernels: where to look for the calls' kernels; if empty, in the modules that defined them.
-        shapes_only: nothing is launched: calls with integers of which nothing is recorded, too.
+        kernels: where to look for the calls' kernels; if empty, in their defining modules.
+        shapes_only: nothing is launched, so also return calls with unrecorded integers.
     """
     calls, found = [*calls], list[Rebuildable]()
     for call, kernel in with_kernels(calls, kernels, left_out):
@@ -87,7 +89,7 @@ def sort_out(
 def with_kernels(
     calls: Sequence[RecordedCall], kernels: Sequence[OfflineKernel], left_out: list[LeftOut]
 ) -> list[Rebuildable]:
-    """Return the calls whose kernels are as they were; add the others to `left_out`."""
+    """Return the calls whose kernels are unchanged; add the others to `left_out`."""
     found: list[Rebuildable] = []
     modules = functools.cache(_kernels_in)
     for call in calls:
@@ -97,7 +99,7 @@ def with_kernels(
 
 
 def keep_as_recorded(calls: Iterable[RecordedCall]) -> None:
-    """Keep the key names of the recording process, before a kernel of these calls is imported."""
+    """Keep the recording process's key names, before a kernel of these calls is imported."""
     for call in calls:
         names = call.arguments.get("keep")
         if isinstance(names, list):
@@ -107,7 +109,7 @@ def keep_as_recorded(calls: Iterable[RecordedCall]) -> None:
 def sketches(
     found: Iterable[Rebuildable], device: str | None, force: bool, left_out: list[LeftOut]
 ) -> Iterator[Planned]:
-    """Yield the plan data of each call, with one call's tensors at a time in memory."""
+    """Yield the plan data of each call; the tensors of only one call are in memory at a time."""
     for call, kernel in found:
         make = functools.partial(task_of, call, kernel, device or kernel.device)
         with leaving_out(call, left_out, "it cannot be tuned"):
@@ -125,8 +127,8 @@ def shapes(found: Iterable[Rebuildable], left_out: list[LeftOut]) -> list[Task]:
 
 @contextlib.contextmanager
 def leaving_out(call: RecordedCall, left_out: list[LeftOut], problem: str) -> Iterator[None]:
-    """Leave a call out where an exception is of it or of its kernel: another version, or another
-    program, may have written the record.
+    """Leave a call out if the body raises an error in the call or its kernel: another version, or
+    another program, may have written the record.
     """
     reason, changed, not_found = "", False, False
     try:
@@ -145,7 +147,7 @@ def leaving_out(call: RecordedCall, left_out: list[LeftOut], problem: str) -> It
 
 
 def task_of(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
-    """Make a call's tensors on a device and return the task to tune; raises `NotComparable`."""
+    """Create a call's tensors on a device and return the task to tune; raises `NotComparable`."""
     try:
         return _rebuilt(call, kernel, device)
     except torch.OutOfMemoryError:
@@ -177,7 +179,7 @@ def _rebuilt(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
 
 
 class NotComparable(TargetError):
-    """Why a call is left out that its kernel may still make."""
+    """The reason to leave out a call that its kernel may still make."""
 
 
 class _NotFound(TargetError):

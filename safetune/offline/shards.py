@@ -18,7 +18,7 @@ _JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 @dataclass(frozen=True)
 class Shard:
-    """The `index`-th of `count` parts, from 0."""
+    """Part `index` of `count` parts, from 0."""
 
     index: int = 0
     count: int = 1
@@ -26,8 +26,8 @@ class Shard:
     def of(self, items: Sequence[Item]) -> list[Item]:
         """Return this part of a list.
 
-        Every second row is dealt in the other direction: of a list from small to large all parts
-        take about as long.
+        Every second row is dealt in reverse, so that the parts of a list sorted by size take about
+        equally long.
         """
         rows = range(0, len(items), self.count)
         columns = (self.count - 1 - self.index, self.index)
@@ -36,7 +36,7 @@ class Shard:
 
 
 def parse(text: str, environment: Mapping[str, str]) -> Shard:
-    """Return the shard that `2/4`, `auto` or `auto/4` names; raises `TargetError`."""
+    """Return the shard for `2/4`, `auto` or `auto/4`; raises `TargetError`."""
     match = re.fullmatch(r"(auto|[0-9]+)(?:/([0-9]+))?", text)
     if match is None or (match[1] != "auto" and not int(match[2] or 0)):
         raise TargetError(f"--shard {text!r} is not a shard; give e.g. 2/4, auto, or auto/4")
@@ -49,9 +49,9 @@ def parse(text: str, environment: Mapping[str, str]) -> Shard:
 
 
 def on_node(environment: Mapping[str, str]) -> Shard:
-    """Return which of a node's processes this is by its launcher.
+    """Return this process's shard of its node, by the launcher's variables.
 
-    The first of one where the launcher does not say.
+    The only shard of one if the launcher sets none.
     """
     for launcher in LAUNCHERS:
         index = environment.get(launcher.local_rank, "")

@@ -13,10 +13,10 @@ _LEAST_MS = 1e-6
 
 
 def times_ms(calls: Sequence[RecordedCall]) -> dict[str, float]:
-    """Return how long all launches of each key took together.
+    """Return the total time of all launches of each key.
 
-    A key of which no launch was timed, as it was launched once, counts as the other keys of its
-    kernel do, or as all others.
+    A key whose launches were not timed, because it was launched once, gets the average of its
+    kernel's other keys, or of all other keys.
     """
     timed = {call.key: each for call in calls if (each := call.count.each_ms) is not None}
     known = {key: max(each_ms, _LEAST_MS) for key, each_ms in timed.items()}
@@ -33,14 +33,14 @@ def times_ms(calls: Sequence[RecordedCall]) -> dict[str, float]:
 
 
 def shares_of_time(calls: Sequence[RecordedCall]) -> dict[str, float]:
-    """Return the share of each key, of 1."""
+    """Return each key's share of the total, which is 1."""
     times = times_ms(calls)
     total = sum(times.values())
     return {key: time / total for key, time in times.items()}
 
 
 def top(calls: Sequence[RecordedCall], share: float) -> list[RecordedCall]:
-    """Return the fewest calls that make this share of the time, the longest first."""
+    """Return the fewest calls that account for this share of the time, longest first."""
     shares = shares_of_time(calls)
     longest = sorted(calls, key=lambda call: -shares[call.key])
     before = itertools.accumulate((shares[call.key] for call in longest), initial=0.0)

@@ -1,6 +1,6 @@
 """A short list of configs that keeps every measured key about as fast as its best config.
 
-In: the stored trials of one kernel. Out: which configs stay, and what that costs, also on keys that
+In: the stored trials of one kernel. Out: the configs to keep, and their cost, also on keys that
 were not used to find them.
 """
 
@@ -28,7 +28,7 @@ _PARTS = 20
 
 @dataclass(frozen=True)
 class Measured:
-    """One key, and the times of the configs that work there.
+    """One key, and the times of the configs that work for it.
 
     `times` is in milliseconds, by digest; `weight` is the key's share of the recorded time, or 1.
     """
@@ -47,15 +47,15 @@ class Measured:
         return min(self.times, key=self.times.__getitem__)
 
     def slowdown(self, kept: Iterable[str]) -> float:
-        """Return how many times as long as the best the fastest of `kept` takes."""
+        """Return the time of the fastest config of `kept`, relative to the best."""
         return min(self.times.get(config, math.inf) for config in kept) / self.best
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a list costs on some keys, as ratios to the best config of each.
+    """The cost of a list on some keys, as ratios to each key's best config.
 
-    `failed` keys have no config that works in the list; the ratios are those of the others.
+    `failed` keys have no working config in the list; the ratios exclude them.
     """
 
     keys: int
@@ -70,10 +70,10 @@ def measured_keys(
     weights: Mapping[str, float],
     among: Container[str],
 ) -> list[Measured]:
-    """Return the keys with a config that works, of these configs, by their last trials.
+    """Return the keys with a working config among these configs, by their last trials.
 
-    A time that was taken while the program used the device does not count. A key without a recorded
-    time has the least weight that another has.
+    Times taken while the program used the device do not count. A key without a recorded time gets
+    the least weight of any other key.
     """
     least = min(weights.values(), default=1.0)
     found = []
@@ -195,10 +195,10 @@ def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
 def held_out(
     keys: Sequence[Measured], within: float, keeps: Iterable[int] = (0,)
 ) -> dict[int, Cost]:
-    """Return the cost of lists of some lengths on keys left out of their making, by length.
+    """Return the cost, by list length, on keys that were not used to make the list.
 
-    Each key is judged once, by the list made from all others, or from the keys of the other parts.
-    With fewer than two keys nothing is returned.
+    Each key is judged once, by the list made from all other keys, or from the other parts' keys.
+    Empty with fewer than two keys.
     """
     if len(keys) < 2:
         return {}
@@ -216,7 +216,7 @@ def held_out(
 
 
 def wins(keys: Iterable[Measured]) -> Counter[str]:
-    """Return for how many keys each config is the fastest."""
+    """Return, for each config, the number of keys for which it is the fastest."""
     return Counter(key.winner() for key in keys)
 
 
@@ -235,7 +235,7 @@ def _total(judged: Sequence[tuple[Measured, float]]) -> Cost:
 def of_newest(
     stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]], name: str, digest: str = ""
 ) -> list[tuple[KeyRecord, Sequence[TrialRecord]]]:
-    """Return the keys of one version of a kernel; without a digest, of the last one measured.
+    """Return the keys of one version of a kernel; without a digest, of the last measured version.
 
     Raises:
         TargetError: no trial of this version is stored.

@@ -36,7 +36,7 @@ from safetune.tuning.tuner import tune
 
 @dataclass(frozen=True)
 class OfflineKernel:
-    """A kernel as found in a module: the tuner, and the heuristics above it."""
+    """A kernel found in a module: the tuner, and the heuristics above it."""
 
     name: str
     tuner: Autotuner
@@ -64,11 +64,11 @@ class Task:
 
 
 def find_kernels(namespace: dict[str, Any], under_triton: bool = False) -> list[OfflineKernel]:
-    """Return the kernels under @safetune in a module, without duplicates, in their order.
+    """Return the kernels under @safetune in a module, without duplicates, in order.
 
     Args:
-        under_triton: also those under `triton.autotune` or a library's own subclass of its tuner,
-            which are there in any case after `safetune.install()`.
+        under_triton: also return those under `triton.autotune` or a library's own subclass of its
+            tuner; after `safetune.install()` they are always included.
     """
     found: dict[int, OfflineKernel] = {}
     for value in namespace.values():
@@ -83,9 +83,9 @@ def find_kernels(namespace: dict[str, Any], under_triton: bool = False) -> list[
 
 
 class Stream:
-    """The tasks of one workload function and dtype, of which each can be made at any time.
+    """The tasks of one workload function and dtype; each can be created at any time.
 
-    In their order they take one pass of the function; a task before the last one begins another.
+    In order, they take one pass of the function; going back begins another pass.
     """
 
     def __init__(self, kernel: OfflineKernel, function: Any, device: str | None, name: str) -> None:
@@ -101,7 +101,7 @@ class Stream:
             yield Task(self._kernel, workload, self._name)
 
     def task(self, number: int) -> Task:
-        """Make the task with this number; raises `WorkloadError` if it is gone."""
+        """Create the task with this number; raises `WorkloadError` if it is gone."""
         if number < self._next:
             self._rest, self._next = iter(self), 0
         skipped, self._next = number - self._next, number + 1
@@ -116,7 +116,9 @@ class Stream:
 def streams(
     kernel: OfflineKernel, device: str | None, dtypes: Sequence[str] = ()
 ) -> Iterator[Stream]:
-    """Yield the tasks of a kernel's workloads, by function and dtype, of some dtypes if given."""
+    """Yield the task streams of a kernel's workloads, by function and dtype; all dtypes if none are
+    given.
+    """
     default = "float32" if kernel.interpreted else "bfloat16"
     for declared in kernel.tuner.workloads:
         for name in dtypes or declared.dtypes or (default,):
@@ -124,12 +126,12 @@ def streams(
 
 
 def tasks(kernel: OfflineKernel, device: str | None, dtypes: Sequence[str]) -> Iterator[Task]:
-    """Yield the tasks of a kernel's workloads, with the tensors of one at a time in memory."""
+    """Yield the tasks of a kernel's workloads; the tensors of only one are in memory at a time."""
     return itertools.chain.from_iterable(streams(kernel, device, dtypes))
 
 
 def miss_of(task: Task) -> Miss:
-    """Return the call of a task, with the values of the heuristics above the tuner."""
+    """Return a task's call, with the values of the heuristics above the tuner."""
     workload, outer = task.workload, task.kernel.outer
     kwargs = {**workload.kwargs, "grid": workload.grid}
     named = named_arguments(outer.arg_names, workload.args, kwargs)
@@ -137,7 +139,9 @@ def miss_of(task: Task) -> Miss:
 
 
 def request_for(task: Task, force: bool = False) -> TuningRequest:
-    """Return the tuning of a task; raises `NoDevice`, `InvalidConfig` and `WorkerUnavailable`."""
+    """Return the tuning request of a task; raises `NoDevice`, `InvalidConfig` and
+    `WorkerUnavailable`.
+    """
     miss = miss_of(task)
     if reason := why_not_isolated(miss.call):
         raise WorkerUnavailable(f"{task.kernel.name} cannot be tuned offline: {reason}")
@@ -145,7 +149,7 @@ def request_for(task: Task, force: bool = False) -> TuningRequest:
 
 
 def open_tuning_store(read_only: bool = False) -> GuardedStore:
-    """Return the store for tuning, or to plan one, whatever the value of SAFETUNE_MODE."""
+    """Return the store for tuning or planning, whatever the value of SAFETUNE_MODE."""
     mode = Mode.FROZEN if read_only else Mode.TUNE
     return open_lookup(replace(Settings.current(), mode=mode)).store
 
@@ -159,13 +163,14 @@ def tune_task(
     """Tune one task into the local store; configs with a stored outcome are not measured again.
 
     Args:
-        watch: gets what knows how far the tuning is, and may show it.
-        key_budget: how long to wait for another process that tunes the key; without end if None.
+        watch: gets the tally of the tuning's progress, and may show it.
+        key_budget: how long to wait for another process that tunes the key; forever if None.
 
     Raises:
         NoWorkingConfig: every config failed.
-        Busy: another process tunes the key.
-        WorkloadError: a function of the kernel, as one that prunes, raised for this workload.
+        Busy: another process is tuning the key.
+        WorkloadError: a function of the kernel, such as its prune function, raised for this
+            workload.
     """
     phases = Phases("lookup")
     try:
@@ -221,7 +226,7 @@ def _yielded(
 
 
 def place_of(error: BaseException) -> str:
-    """Return the line that raised an error, after its message."""
+    """Return the source line that raised an error, as a suffix for its message."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f" ({last.filename}:{last.lineno})"
 

@@ -1,8 +1,8 @@
-"""Compiles what a frozen program will launch, for devices that are not here.
+"""Compiles the kernels that a frozen program will launch, for devices that are not present.
 
-In: workloads and recorded calls, the stored choices, and what these say of their devices. Out:
-entries of Triton's disk cache. A stand-in for Triton's driver answers as the device would, so that
-the call goes the way of a launch, up to the compiler; compile children do the rest.
+In: workloads and recorded calls, the stored choices, and their device descriptions. Out: entries of
+Triton's disk cache. A stand-in for Triton's driver answers like the device, so that a call takes
+the path of a launch up to the compiler; compile children do the rest.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ STORED, FALLBACK, ONLY = "stored", "fallback", "the only config"
 
 @dataclass(frozen=True)
 class Described:
-    """A device as a stored choice describes it: what it is, and the target to compile for.
+    """A device as a stored choice describes it: its properties, and the compilation target.
 
-    It answers as the back end of a device that is not here, as far as a launch asks one.
+    It acts as the back end of an absent device, as far as a launch needs one.
     """
 
     hidden: ClassVar[Mapping[str, str]] = {}
@@ -58,7 +58,7 @@ class Described:
     target: str  # e.g. `cuda:90:32`
 
     def device_name(self, index: int) -> str:
-        """Return the product name that is in the stored keys."""
+        """Return the product name in the stored keys."""
         return self.device.name
 
     def launch_stream(self) -> int:
@@ -66,16 +66,16 @@ class Described:
         return 0
 
     def capture_id(self, stream: int) -> int:
-        """Return that there is no capture."""
+        """Return 0: there is no capture."""
         return 0
 
     def is_known_pointer(self, address: int) -> bool:
-        """Return that nothing is in the memory of a device."""
+        """Return False: nothing is in device memory."""
         return False
 
     @property
     def gpu_target(self) -> GPUTarget:
-        """The target as Triton has it."""
+        """The target in Triton's form."""
         name, architecture, warp_size = self.target.split(":")
         arch = int(architecture) if architecture.isdigit() else architecture
         return GPUTarget(name, arch, int(warp_size))
@@ -110,7 +110,7 @@ class _Job:
 def devices_of(
     keys: Iterable[KeyRecord], kernels: Sequence[OfflineKernel], name: str | None = None
 ) -> list[Described]:
-    """Return the devices, with `name` in theirs, of the stored keys of these kernels."""
+    """Return the devices of these kernels' stored keys whose names contain `name`."""
     digests = {kernel.tuner.identity.digest for kernel in kernels}
     found = {
         Described(Device(**key.device), str(key.toolchain["target"]))
@@ -124,7 +124,7 @@ def devices_of(
 def declared(
     kernel: OfflineKernel, dtypes: Sequence[str] = (), shapes: Sequence[str] = ()
 ) -> list[Task]:
-    """Return the tasks of a kernel's workloads, if possible with tensors that have no memory."""
+    """Return the tasks of a kernel's workloads, with tensors that have no memory if possible."""
     try:
         found = [task for stream in tasks.streams(kernel, "meta", dtypes) for task in stream]
     except WorkloadError:  # its code reads the contents of tensors
@@ -150,7 +150,7 @@ def warm(
 
 @dataclass(frozen=True)
 class Launch:
-    """What a frozen program launches for a task."""
+    """The launch of a task by a frozen program."""
 
     key: str
     config: Config
@@ -159,7 +159,7 @@ class Launch:
 
 
 def launch_of(task: Task, lookup: Lookup, warmup: bool = False) -> Launch:
-    """Return the launch of a task; with `warmup` it compiles the kernel, and runs nothing."""
+    """Return the launch of a task; with `warmup` it compiles the kernel, but runs nothing."""
     tuner, workload, miss = task.kernel.tuner, task.workload, tasks.miss_of(task)
     request = miss.request()
     if len(request.configs) == 1:
@@ -242,7 +242,7 @@ def _compiled(jobs: Sequence[_Job], timeout_s: float) -> Iterator[Warmed]:
 
 @contextlib.contextmanager
 def as_device(described: Described) -> Iterator[None]:
-    """Let this process compile for a device, and make the keys that a process there makes."""
+    """Let this process compile for a device, and create the keys that a process on it would."""
     device, target = described.device, described.gpu_target
     properties = {
         "multiprocessor_count": device.sm_count,

@@ -1,7 +1,8 @@
-"""Fixtures for tests of projects whose kernels safetune tunes: `safetune_off`, `safetune_store`.
+"""Fixtures for projects whose kernels safetune tunes: `safetune_off`, `safetune_store`.
 
-pytest loads this module in every run, of any project, so it imports nothing of safetune, torch or
-Triton. It is installed as `safetune_pytest`: a module in the package would import the package.
+pytest loads this module in every run of any project, so it imports nothing of safetune, torch or
+Triton. It is installed as `safetune_pytest`, because a module in the package would import the
+package.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def safetune_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def safetune_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Tune into an empty store of this test's own; the value is its directory."""
+    """Tune into an empty store for this test; the value is its directory."""
     for name in _OF_OTHERS:
         monkeypatch.delenv(name, raising=False)
     directory = tmp_path / "safetune"

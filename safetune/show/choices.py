@@ -20,7 +20,7 @@ _BAR_WIDTH = 10
 class Row(NamedTuple):
     """A stored config with its outcome, and whether it is the choice.
 
-    `elsewhere` has its outcomes with other calls of the key.
+    `elsewhere` has its outcomes in other calls of the key.
     """
 
     config: Mapping[str, Any]
@@ -36,14 +36,14 @@ class Row(NamedTuple):
 
 
 def by_time(rows: Sequence[Row]) -> list[Row]:
-    """Return the fastest first, and those without a time last."""
+    """Return the rows, fastest first; those without a time come last."""
     return sorted(rows, key=lambda row: (row.ms is None, row.ms or 0.0))
 
 
 def gains(rows: Sequence[Row], choice_ms: float) -> tuple[str, str]:
     """Return the speedup of a choice over the first declared config, and over the median config.
 
-    Empty if a time is not known.
+    Empty if a time is unknown.
     """
     times = [row.ms for row in rows if row.ms is not None]
     over_median = _over(statistics.median(times) if times else None, choice_ms)

@@ -1,4 +1,4 @@
-"""The choices of a kernel as source: the decorator to paste."""
+"""The choices of a kernel as source code: the decorator to paste."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetune.show.words import call_words, config_source, time_words
 
 
 def decorators(keys: Sequence[StoredKey]) -> Iterator[Block]:
-    """Yield a decorator for each kernel and device, with the configs that were chosen."""
+    """Yield a decorator for each kernel and device, with the chosen configs."""
     for group in grouped(key for key in keys if key.entry is not None):
         yield verbatim("\n".join(_lines(group)))
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show(tuner: Tuner, everything: bool = False) -> None:
-    """Print the keys of a kernel's present source; with `everything`, all their configs."""
+    """Print the keys of a kernel's current source; with `everything`, all their configs."""
     if notebook() is None:
         print_blocks(_blocks(tuner, everything))
         return
@@ -25,7 +25,7 @@ def show(tuner: Tuner, everything: bool = False) -> None:
 
 
 def as_html(tuner: Tuner, everything: bool = False) -> str:
-    """Return the same as HTML."""
+    """Return the output of `show` as HTML."""
     return html(_blocks(tuner, everything))
 
 

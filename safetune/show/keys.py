@@ -51,13 +51,13 @@ class Entry:
 
     @property
     def made(self) -> float:
-        """When the choice was made."""
+        """The time when the choice was made."""
         return self.choice.created
 
 
 @dataclass(frozen=True)
 class StoredKey:
-    """A key with the last trial of each of its configs, and its choice, if it has one."""
+    """A key with the last trial of each of its configs, and its choice if it has one."""
 
     key: KeyRecord
     trials: tuple[TrialRecord, ...]
@@ -65,7 +65,7 @@ class StoredKey:
 
     @property
     def made(self) -> float:
-        """When its choice was made, or its last trial."""
+        """The time of its choice, or of its last trial."""
         if self.entry is not None:
             return self.entry.made
         return max((trial.created for trial in self.trials), default=0.0)
@@ -80,7 +80,7 @@ class StoredKey:
         ]
 
     def summary(self, call: Mapping[str, str]) -> Summary:
-        """Return the values of a table's row, below those of its call."""
+        """Return a table row for the key, headed by the values of its call."""
         entry = self.entry
         if entry is None:
             return Summary(call, self.rows, None, note="no config works")
@@ -103,7 +103,7 @@ class StoredKey:
         yield ""
 
     def facts(self, names: str = "") -> Iterator[tuple[str, str]]:
-        """Yield named facts about the key, except its configs."""
+        """Yield named facts about the key, without its configs."""
         rows, key = self.rows, self.key
         yield "key", _key_words(key.call)
         yield "names", names
@@ -174,7 +174,7 @@ def key_blocks(
 
 
 def keys_of(store: Store, kernel: str) -> list[StoredKey]:
-    """Return the keys of all kernels of a name, also those in packs."""
+    """Return the keys of all kernels with a name, including those in packs."""
     entries = {entry.key.digest: entry for entry in entries_of(store, kernel)}
     keys = [
         StoredKey(key, tuple(_latest(trials)), entries.pop(key.digest, None))
@@ -229,7 +229,7 @@ def by_kernel(key: KeyRecord) -> Any:
 
 
 def newest_sources(keys: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return the keys of each kernel's last tuned source, and a line on the others, if any."""
+    """Return the keys of each kernel's last tuned source, and a line about the others, if any."""
     sources: dict[tuple[str, str], dict[str, float]] = {}
     for key in keys:
         made = sources.setdefault((key.key.kernel_name, key.key.kernel_file), {})
@@ -244,7 +244,7 @@ def newest_sources(keys: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def grouped(entries: Iterable[Any]) -> list[list[Any]]:
-    """Return the groups of keys for one table each: one kernel, device and toolchain."""
+    """Return groups of keys, one per table: same kernel, device and toolchain."""
     groups: dict[tuple[str, ...], list[Any]] = {}
     for entry in entries:
         key, toolchain = entry.key, str(sorted(entry.key.toolchain.items()))
@@ -254,7 +254,7 @@ def grouped(entries: Iterable[Any]) -> list[list[Any]]:
 
 
 def kernel_blocks(key: KeyRecord) -> Iterator[Block]:
-    """Yield a kernel's name and place, and the device and toolchain of its keys."""
+    """Yield a kernel's name and location, and the device and toolchain of its keys."""
     yield heading(f"{key.kernel_name}  {place(key.kernel_file, key.kernel_line)}")
     toolchain, name = key.toolchain, str(key.device["name"])
     target = [str(toolchain.get("target"))] * (toolchain.get("target") != name)

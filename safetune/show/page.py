@@ -1,4 +1,4 @@
-"""One page on a kernel: choices over shapes, times of configs, and reasons of failures."""
+"""One page about a kernel: choices by shape, times of configs, and reasons of failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def page(kernel: str, keys: Sequence[StoredKey]) -> str:
-    """Return the page as HTML that needs no other file."""
+    """Return the page as self-contained HTML."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

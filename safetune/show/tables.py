@@ -1,6 +1,6 @@
 """Blocks of text: lines, headings, facts and tables, and the console that prints them.
 
-Nothing in them can control a terminal, because names and values may come from anybody's files.
+No block can control a terminal, because names and values may come from anybody's files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}<
 
 
 class Column(NamedTuple):
-    """A column of a table. A `spare` one disappears if the table is too wide."""
+    """A column of a table. A `spare` column is dropped if the table is too wide."""
 
     name: str
     cells: Sequence[object]
@@ -38,7 +38,7 @@ class Column(NamedTuple):
 
 
 def heading(text: str) -> Block:
-    """Return a bold line that never wraps, so that a path in it can be copied."""
+    """Return a bold line that never wraps, so that users can copy a path from it."""
     return verbatim(text, "bold")
 
 
@@ -54,7 +54,7 @@ def indented(text: str) -> Block:
 
 
 def facts(named: Iterable[tuple[str, str]], style: str = "") -> Block:
-    """Return a line for each fact: its name, and its text, which wraps beside the name."""
+    """Return a line per fact: its name, and its text, which wraps beside the name."""
     made = table.Table.grid(padding=(0, 2, 0, 0))
     made.add_column(no_wrap=True, style=style)
     made.add_column(overflow="fold")
@@ -64,10 +64,10 @@ def facts(named: Iterable[tuple[str, str]], style: str = "") -> Block:
 
 
 class Table:
-    """Rows of one line each, below a heading for each column.
+    """Rows of one line each, with a heading per column.
 
-    If it is too wide, its headings take several lines; then its spare columns go, the last one
-    first; then texts are cut, the longest first, and numbers last.
+    If the table is too wide, headings wrap first. Then spare columns are dropped, last one first;
+    then texts are cut, longest first, and numbers last.
     """
 
     def __init__(self, columns: Iterable[Column], styles: Sequence[str | None] = ()) -> None:
@@ -139,7 +139,7 @@ def common_and_columns(
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
-    """Print each block on standard output as soon as it is made."""
+    """Print each block on standard output as soon as it is ready."""
     console = _stdout_console()
     for block in blocks:
         with console.capture() as printed:

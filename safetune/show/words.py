@@ -37,7 +37,7 @@ def origin_words(origin: str) -> str:
 
 
 def origin_word(origin: str) -> str:
-    """Return the same in one word."""
+    """Return the origin of a choice in one word."""
     known = {"": "here", IMPORTED: "import", AGREED: "sync()"}
     return "pack" if origin.startswith(PACK) else known.get(origin, "shared")
 
@@ -53,7 +53,7 @@ def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
 
 
 def place(file: str, line: int) -> str:
-    """Return `file:line`, with a short path in a library or below the working directory."""
+    """Return `file:line`, with a shortened path in a library or below the working directory."""
     if not file:
         return "(file not known)"
     short = _LIBRARIES.sub("", file)
@@ -63,12 +63,12 @@ def place(file: str, line: int) -> str:
 
 
 def words(values: Mapping[str, object]) -> str:
-    """Return `BLOCK=64 num_warps=4`."""
+    """Return values as text, such as `BLOCK=64 num_warps=4`."""
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def config_parts(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a stored config's kwargs by name, and its options that are not defaults."""
+    """Return a stored config's kwargs by name, and its non-default options."""
     options = {name: record[name] for name in (*OPTION_DEFAULTS, "pre_hook") if name in record}
     kwargs = {name: record[name] for name in sorted(record) if name not in options}
     hook = {"pre_hook": options["pre_hook"]} if options.get("pre_hook") else {}
@@ -121,7 +121,9 @@ def readable_call(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def readable_calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the same of several keys; with the dtype of each argument if two would look equal."""
+    """Return `readable_call` of several keys; with each argument's dtype if two would look
+    equal.
+    """
     shown = [readable_call(call) for call in calls]
     if len({words(values) for values in shown}) == len(calls):
         return shown
@@ -153,7 +155,7 @@ def time_words(ms: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """Return a length of time, with one unit or two."""
+    """Return a duration in one or two units."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
     minutes = round(seconds / 60)
@@ -169,12 +171,12 @@ def size(count: int) -> str:
 
 
 def date(seconds: float) -> str:
-    """Return the day of a time since the epoch, in the time zone of this machine."""
+    """Return the date of a time since the epoch, in this machine's time zone."""
     return moment(seconds)[:10]
 
 
 def moment(seconds: float) -> str:
-    """Return the day and the minute of a time since the epoch."""
+    """Return the date and the minute of a time since the epoch."""
     from safetune.store.schema import LAST_SECOND
 
     # A row that another program wrote may say 1e300.
@@ -183,6 +185,6 @@ def moment(seconds: float) -> str:
 
 
 def one_reason(message: str) -> str:
-    """Return the line of a failure's message that has the reason."""
+    """Return the line of a failure's message that contains the reason."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if _TRITON_LOCATION.match(lines[0]) else lines[0]

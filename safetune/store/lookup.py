@@ -1,6 +1,6 @@
-"""The layers in which a choice is looked for: memory, the local store, the shared store, packs.
+"""The layers that a lookup searches for a choice: memory, the local store, the shared store, packs.
 
-A store that cannot be opened costs one warning, and a store that fails later one line in the log
+A store that cannot be opened costs one warning, and a later failure one line in the log
 (`GuardedStore`); the run continues with the choices in its memory.
 """
 
@@ -77,10 +77,10 @@ def _tried(again: type[StoreError], method: Callable[..., Any], *arguments: Any)
 
 
 class GuardedStore(Store):
-    """A store whose tuning methods never raise; those of the command line raise as in `Store`.
+    """A store whose tuning methods never raise; those for the command line raise like `Store`'s.
 
-    Where it cannot be written, a record is lost to other processes and to later ones, and a choice
-    stays in memory. Where it cannot be read, it is empty. The first error of each is logged.
+    If it cannot be written, other and later processes lack the record, and a choice stays in
+    memory. If it cannot be read, it counts as empty. The first error of each is logged.
     """
 
     #: Why the first of the records that could not be written is lost; None if all are stored.
@@ -111,7 +111,7 @@ class GuardedStore(Store):
     def choice(
         self, key: str, declared: str | None = None, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
-        """Return the choice as `Store.choice` does, also one that could not be stored."""
+        """Return the choice like `Store.choice`, including one that could not be stored."""
         stored: ChoiceRecord | None = self._stored_choice(key, declared, among)
         if not self._unstored:
             return stored
@@ -127,9 +127,9 @@ class GuardedStore(Store):
 class Lookup:
     """The choices of this process, and the stores in which it looks for missing ones.
 
-    A choice that the process has launched stays in its memory: a newer generation of another
-    process is never picked up in the middle of a run. `KeyState` knows this for one tuner; here it
-    holds for all tuners of a kernel, `torch.compile` and `resolve()`.
+    A choice that the process has launched stays in its memory: another process's newer generation
+    is never picked up in the middle of a run. `KeyState` ensures this for one tuner; this class for
+    all tuners of a kernel, `torch.compile` and `resolve()`.
     """
 
     def __init__(self, store: GuardedStore, directories: Sequence[Path] | None = None) -> None:
@@ -142,14 +142,14 @@ class Lookup:
     def find(
         self, key: TuningKey, declared: str, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
-        """Return the choice of the first layer that has one; the caller checks and remembers it.
+        """Return the choice from the first layer that has one; the caller checks and remembers it.
 
-        The first lookup of a process waits until the local store is up to date with the shared one.
+        A process's first lookup waits until the local store is up to date with the shared one.
 
         Args:
-            declared: digest over the list of configs that the choice was made from.
-            among: digests of the configs that pruning leaves, None for all. Pruning may read what
-                is not in the key, so a call may have an older choice than another.
+            declared: digest of the config list that the choice was made from.
+            among: digests of the configs that pruning leaves, None for all. Pruning may read values
+                outside the key, so one call may have an older choice than another.
         """
         found = self._layers(key, declared, among)
         return next((c for c in found if c and (among is None or c.config_digest in among)), None)
@@ -182,10 +182,11 @@ class Lookup:
     def tell_unused(
         self, key: TuningKey, declared: str, among: Collection[str], is_tuned: bool
     ) -> None:
-        """Log, once for each kernel and place, that a choice for a key was moved here in vain.
+        """Log, once per kernel and place, that a choice for a key was moved here without effect.
 
         Args:
-            is_tuned: the key is tuned now; else a choice from another list may be the fallback.
+            is_tuned: the key is tuned now; otherwise a choice from another list may be the
+                fallback.
         """
         for where, choice in self._moved(key):
             if choice.declared != declared and not choice.pinned:
@@ -210,7 +211,7 @@ class Lookup:
             yield "the store, which was imported", stored
 
     def is_pulled(self, key: TuningKey) -> bool:
-        """Whether the choices of the shared store are here, if there is one."""
+        """Whether the choices of the shared store, if there is one, have been pulled."""
         if self.store.shared is None:
             return True
         from safetune.store.shared.protocol import space_of
@@ -218,7 +219,7 @@ class Lookup:
         return self.store.shared.is_complete(space_of(key))
 
     def after_pull(self, key: TuningKey, work: Callable[[], object]) -> None:
-        """Call `work` once they are here, also from another thread."""
+        """Call `work` once they have been pulled, possibly from another thread."""
         if self.store.shared is not None:
             from safetune.store.shared.protocol import space_of
 
@@ -230,7 +231,7 @@ class Lookup:
         return [*stored, *(self._packs.related(key) if self._may_have_packs else ())]
 
     def remember(self, choice: ChoiceRecord) -> None:
-        """Keep a valid choice in memory, in place of an earlier one."""
+        """Keep a valid choice in memory; it replaces an earlier one."""
         self._memory[choice.key, choice.declared] = choice
 
     def forget(self, key: str, declared: str) -> None:
@@ -250,10 +251,10 @@ class Lookup:
 
 
 def open_lookup(settings: Settings) -> Lookup:
-    """Return this process's `Lookup` for the settings, which stays usable after a fork.
+    """Return this process's `Lookup` for the settings; it stays usable after a fork.
 
-    Under `Mode.FROZEN` the store is only read. Warns once if the database cannot be opened, and
-    choices are kept in memory, or if it is not in the cache directory (`location`).
+    Under `Mode.FROZEN` the store is only read. Warns once if the database cannot be opened, so that
+    choices stay in memory, or if it is not in the cache directory (`location`).
 
     Raises:
         InvalidSetting: no kind of shared store can open SAFETUNE_SHARED. Never `StoreError`.

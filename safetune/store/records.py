@@ -1,4 +1,4 @@
-"""The records of the store, as tuning, lookup and the command line exchange them."""
+"""The records of the store, exchanged by tuning, lookup and the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def namespace(device: Mapping[str, Any], toolchain: Mapping[str, Any]) -> str:
 class KeyRecord:
     """One `TuningKey` as plain data: its digest, kernel, device, toolchain and `record()`.
 
-    Written before its first trial, so that every other row can point at it.
+    Written before its first trial, so that all other rows can refer to it.
     """
 
     digest: str
@@ -45,7 +45,7 @@ class KeyRecord:
 
     @property
     def space(self) -> str:
-        """The namespace of a shared store with the key's choices."""
+        """The namespace of a shared store that has the key's choices."""
         return namespace(self.device, self.toolchain)
 
     @classmethod
@@ -59,7 +59,7 @@ class KeyRecord:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that was seen with one call."""
+    """A failure seen with one call."""
 
     outcome: Outcome
     created: float
@@ -70,8 +70,8 @@ class TrialRecord:
     """The outcome of one config (by digest, and for people) for one key (by digest).
 
     A generation is 1, or more after `--force`; `created` is in seconds since the epoch. `elsewhere`
-    are failures with other calls than that of `outcome`, the oldest first. `flight` is empty, or
-    says where the config has begun to run: see `local.in_flight`.
+    has failures with calls other than that of `outcome`, oldest first. `flight` is empty, or says
+    where the config has begun to run: see `local.in_flight`.
     """
 
     key: str
@@ -90,22 +90,22 @@ class TrialRecord:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """All failures, the oldest first."""
+        """All failures, oldest first."""
         ended = not (self.outcome.runs or self.flight)
         own = (Failure(self.outcome, self.created),) if ended else ()
         return self.elsewhere + own
 
     def seen_with(self, scope: Scope, some_work: bool) -> Failure | TrialRecord | None:
-        """Return the result that holds for a call: a failure, success, or None if unknown."""
+        """Return the result that holds for a call: a failure, a success, or None if unknown."""
         for failure in reversed(self.failures):
             if failure.outcome.holds_for(scope, some_work):
                 return failure
         return self if self.outcome.runs else None
 
     def after(self, before: TrialRecord) -> TrialRecord:
-        """Return the row of a config that had the row `before`, and now has this outcome.
+        """Return the row with this outcome for a config whose row was `before`.
 
-        A config that runs stays one that runs where another call fails cleanly.
+        A config that runs still counts as running if another call fails cleanly.
         """
         outcome, scope = self.outcome, self.outcome.scope
         if scope is None:
@@ -142,9 +142,9 @@ class ChoiceRecord:
     """The config that a key launches with. The first valid one of a generation wins.
 
     Attributes:
-        declared: digest over the config list that it was chosen from.
-        median_ms, measured: its time then, and how many configs were measured to choose it.
-        marks: what users must know of it: `Mark.DISPUTED`, with a reason.
+        declared: digest of the config list that it was chosen from.
+        median_ms, measured: its time then, and the number of configs measured to choose it.
+        marks: what users must know about it: `Mark.DISPUTED`, with a reason.
     """
 
     key: str
@@ -159,12 +159,12 @@ class ChoiceRecord:
 
     @property
     def dispute(self) -> str:
-        """Why the result of this config is not certain; empty if it is."""
+        """Why the result of this config is uncertain; empty if it is certain."""
         return Mark.DISPUTED.reason_in(self.marks)
 
     @property
     def pinned(self) -> bool:
-        """Whether a person made this choice: nothing that is measured replaces it."""
+        """Whether a person made this choice, so that no measurement replaces it."""
         return Mark.PINNED.value in self.marks
 
 
@@ -174,9 +174,9 @@ PINNED_LIST = encoding.digest("pinned")
 
 @dataclass(frozen=True)
 class CallCount:
-    """How often a recorded call was made, and how long some of these launches took together.
+    """How often a recorded call was made, and how long some of its launches took together.
 
-    `captured` of the launches became part of a CUDA graph, whose replays are not counted.
+    `captured` launches became part of a CUDA graph, whose replays are not counted.
     """
 
     key: str
@@ -186,14 +186,14 @@ class CallCount:
     captured: int = 0
 
     def plus(self, other: CallCount) -> CallCount:
-        """Return the count of both."""
+        """Return the sum of both counts."""
         timed, timed_ms = self.timed + other.timed, self.timed_ms + other.timed_ms
         calls, captured = self.calls + other.calls, self.captured + other.captured
         return CallCount(self.key, calls, timed, timed_ms, captured)
 
     @property
     def each_ms(self) -> float | None:
-        """How long one launch takes; None where none was timed."""
+        """The time of one launch; None if none was timed."""
         return self.timed_ms / self.timed if self.timed else None
 
 
@@ -206,7 +206,7 @@ def _is_count(found: object) -> TypeGuard[list[Any]]:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A launch of a recorded run, described so that it can be tuned offline."""
+    """A launch in a recorded run, described so that it can be tuned offline."""
 
     key: str
     name: str
@@ -217,7 +217,7 @@ class RecordedCall:
 
     @property
     def count(self) -> CallCount:
-        """How often it was made; 0 where it was not counted, as under torch.compile."""
+        """How often it was made; 0 if it was not counted, as under torch.compile."""
         found = self.arguments.get("count")
         return CallCount(self.key, *found) if _is_count(found) else CallCount(self.key, 0)
 
@@ -228,7 +228,7 @@ class RecordedCall:
 
     @property
     def completeness(self) -> int:
-        """How much of the call can be made again; of two descriptions the larger one is kept."""
+        """How much of the call can be rebuilt; the larger of two descriptions is kept."""
         if "problem" in self.arguments:
             return 0
         return 1 + len(self.arguments.get("integers", ()))
@@ -238,7 +238,7 @@ class RecordedCall:
 class RelatedChoice:
     """A choice for a key of the same kernel on the same device, with that key's call and toolchain.
 
-    `pack` is the path of the pack that it is in; empty for a store's own.
+    `pack` is the path of its pack; empty for a store's own choice.
     """
 
     toolchain: dict[str, Any]
@@ -262,15 +262,16 @@ class StoredChoice:
 
 
 def precedence(choice: ChoiceRecord) -> tuple[Any, ...]:
-    """Return a sort key for the choices of one key and one config list: the first is used.
+    """Return a sort key for choices of one key and config list; the first one is used.
 
-    One that is pinned; then the later generation; of one generation the choice that was made first,
-    whichever is faster: that is how processes agree too, and times of two machines do not compare.
+    Pinned choices come first, then later generations, then earlier choices of a generation,
+    whichever is faster: processes agree the same way, and times from two machines are not
+    comparable.
     """
     made = choice.generation, choice.created, choice.config_digest, choice.median_ms
     return not choice.pinned, -made[0], *made[1:]
 
 
 def wins(choice: ChoiceRecord, other: ChoiceRecord) -> bool:
-    """Return whether a choice is used, and not the other, for one key and config list."""
+    """Return whether `choice` is used over `other`, for one key and config list."""
     return precedence(choice) < precedence(other)

@@ -1,10 +1,10 @@
 """A stored choice as JSON: the one schema of packs and shared records, decoded by msgspec.
 
 A pack has the choices for one kernel on one kind of device; a shared record is a pack of one choice
-with a checksum. Nothing in the text is trusted: the digests of keys and configs are computed from
-their values, every field is checked, and an error names the path of the bad field. A choice with a
-field that only a newer version knows, or in an object that has one, is kept and passed on as it is,
-and never launched (`StoredChoice.unknown`).
+with a checksum. Nothing in the text is trusted: digests of keys and configs are computed from their
+values, every field is checked, and an error names the path of the bad field. A choice with unknown
+fields from a newer version, in itself or in an enclosing object, is kept and passed on unchanged,
+but never launched (`StoredChoice.unknown`).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ for _each in (Pack, _Call):
 
 
 def is_readable(key: KeyRecord) -> bool:
-    """Whether a stored key has what readers take for granted. Another program may have written it,
-    against which a checksum does not guard.
+    """Whether a stored key has everything that readers expect. Another program may have written it,
+    and checksums do not prevent that.
     """
     try:
         msgspec.convert(key.call, _Call)
@@ -129,7 +129,7 @@ def is_readable(key: KeyRecord) -> bool:
 
 
 def parsed(data: bytes | str) -> Any:
-    """Return JSON with finite numbers and no name twice in an object; raises `PackError`."""
+    """Return JSON with finite numbers and unique names in each object; raises `PackError`."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         return encoding.loads(text, _no_duplicates)
@@ -163,7 +163,7 @@ def entries(content: Any) -> list[StoredChoice]:
 
 
 def content(entry: StoredChoice) -> Mapping[str, Any]:
-    """Return the pack of one choice, the one it was decoded from; raises `RecordError`."""
+    """Return the pack of one choice, as it was decoded; raises `RecordError`."""
     if entry.source is not None:
         return entry.source
     key, declared = entry.key, entry.choice.declared
@@ -187,7 +187,7 @@ def content(entry: StoredChoice) -> Mapping[str, Any]:
 
 
 def time_text(seconds_since_epoch: float) -> str:
-    """Return a time as packs show it to people: in UTC, with its microseconds if it has any."""
+    """Return a time as packs show it: in UTC, with microseconds if it has any."""
     found = max(0.0, min(seconds_since_epoch, LAST_SECOND))
     text = datetime.fromtimestamp(found, timezone.utc).replace(tzinfo=None).isoformat()
     return f"{text}Z"

@@ -1,4 +1,4 @@
-"""The compile pool and the measuring child of one tuning, and the copies that they work on."""
+"""The compile pool and the measuring child of one tuning, and the copies that they use."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _device_locks: dict[int, threading.RLock] = {}
 
 
 def device_lock(index: int) -> threading.RLock:
-    """Return the lock of one device: two tunings at once would time each other.
+    """Return the lock of one device; simultaneous tunings would disturb each other's times.
 
-    A grid or a heuristic may launch another kernel, and have it tuned, within a tuning.
+    It is reentrant, because a grid or a heuristic may launch, and so tune, another kernel within a
+    tuning.
     """
     return _device_locks.setdefault(index, threading.RLock())
 
@@ -60,7 +61,7 @@ forks.register("tuning", after_in_child=_device_locks.clear)
 class Ready(NamedTuple):
     """A config that can be launched, or the outcome of one that cannot or need not be.
 
-    `same` is one that came before, and whose launch does the same to the last bit.
+    `same` is an earlier config whose launch has bitwise the same effect.
     """
 
     config: int
@@ -72,10 +73,10 @@ class LaunchBench:
     """The compile pool and the measuring child of one tuning.
 
     Attributes:
-        phases: those of the tuning.
+        phases: of the tuning.
         grids: the launch grid of each config.
-        effects: what the kernel's text says of its writes.
-        notes: what to report to the user, a sentence for each finding.
+        effects: the kernel's writes according to its text.
+        notes: what to report to the user, one sentence per finding.
     """
 
     #: Whether the tuning waits for its turn without the caller's arguments, and goes on beside the
@@ -166,7 +167,7 @@ class LaunchBench:
     ) -> Iterator[Ready]:
         """Yield each config once it can be launched, or is known to fail.
 
-        One that `CompilePool` may give up, and does, is not among them.
+        Configs that `CompilePool` gives up are left out.
         """
         firsts: dict[Any, int] = {}
         for result in self._results(configs, timeout_s, may_give_up):
@@ -275,8 +276,8 @@ class LaunchBench:
         return outcome.with_marks(self._marks), report
 
     def in_turn(self, budgets: Mapping[int, Budget]) -> dict[int, Outcome]:
-        """Time configs one after the other. One that fails then is run again alone, and so are
-        those after it: what it did is its own.
+        """Time configs one after another. After a failure, that config and the following ones run
+        again separately, so that each is judged by its own behaviour.
         """
         found = {}
         if not (self._fresh or self._queued):
@@ -288,8 +289,8 @@ class LaunchBench:
         return marked | {c: self.measure(c, budget)[0] for c, budget in missing.items()}
 
     def repeat(self, index: int) -> tuple[Outcome, Sequence[tuple[int, int, str]]]:
-        """Launch a config a few times more; return what came of it, and in which tensors configs
-        have left other bits than before: see `protocol.Answer.varied`.
+        """Launch a config a few more times; return the outcome, and the tensors whose bits have
+        varied between launches of configs: see `protocol.Answer.varied`.
         """
         if not self.effects.repeats:
             return DONE.outcome, ()
@@ -298,8 +299,8 @@ class LaunchBench:
         return answer.outcome, answer.varied
 
     def bits(self, index: int) -> tuple[int, ...]:
-        """Return what launches of a config leave, to the bit, on the caller's inputs and on others;
-        empty where one fails.
+        """Return the bits that a config leaves on the caller's inputs and on others; empty if a
+        launch fails.
         """
         found = self._asked("finals", lambda: self._child.bits(index))
         if self._fresh:
@@ -307,11 +308,11 @@ class LaunchBench:
         return found
 
     def replace(self) -> None:
-        """Measure with a fresh child from here on."""
+        """Measure with a fresh child from now on."""
         self._child.replace()
 
     def wait(self) -> None:
-        """Return when the measuring child is ready; raises `WorkerUnavailable`."""
+        """Wait until the measuring child is ready; raises `WorkerUnavailable`."""
         with self.phases("torch" if self._child.with_torch else "start"):
             self._child.wait()
 
@@ -329,10 +330,10 @@ def _tile(config: Config) -> int:
 
 
 def pack_call(request: TuningRequest, tensors: kernel_pickle.TensorTable | None = None) -> bytes:
-    """Return a call and its configs as a child unpacks them, without what its tensors hold.
+    """Return a call and its configs in the form that a child unpacks, without tensor contents.
 
     Raises:
-        KernelNotTransferable: something of it cannot be rebuilt in another process.
+        KernelNotTransferable: a part of it cannot be rebuilt in another process.
     """
     return kernel_pickle.pack(
         (_sent(request), list(request.configs)),

@@ -1,4 +1,4 @@
-"""A tuning within a budget: which configs it screens."""
+"""A tuning within a budget: the configs that it screens."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def batches(
     notes: list[str],
     phases: Phases,
 ) -> Iterator[list[int]]:
-    """Yield the configs that a search asks for until the budget ends, and then until one works.
+    """Yield the configs that a search proposes until the budget ends, and then until one works.
 
     Args:
-        outcomes: of the configs that were tried, which grow meanwhile.
-        notes: what to report to the user is added.
+        outcomes: of the tried configs; grows meanwhile.
+        notes: collects what to report to the user.
     """
     from safetune.tuning.neighbours import history_of
 
@@ -83,7 +83,7 @@ def _proposer(request: TuningRequest, notes: list[str]) -> Proposer:
 
 @functools.cache
 def name_budget(kernel: str, count: int) -> None:
-    """Say, once for each kernel, that there is another way to tune a long list."""
+    """Tell the user, once per kernel, about budgets as a way to tune a long list."""
     logger.warning(
         "%s: all %d configs are measured for each key; `safetune tune --budget 200`, or budget=200 "
         "in the decorator, measures the most promising only",

@@ -1,6 +1,7 @@
-"""The default proposer: a Gaussian process through the measured times, asked of the other configs.
+"""The default proposer: a Gaussian process fitted to measured times, which predicts the other
+configs.
 
-It sees the logarithms of the parameters; a logistic regression says which configs fail. The
+It sees the logarithms of the parameters; a logistic regression predicts which configs fail. The
 settings of both are the same for every key: a search measures too few configs to fit them.
 """
 
@@ -82,7 +83,7 @@ class GaussianProcess:
         return self._of_configs[1:]
 
     def prior(self, history: History) -> Floats | None:
-        """Return the neighbours' estimate of each config's time, a weighted mean, or None."""
+        """Return the neighbours' weighted mean estimate of each config's time; None without one."""
         if self._of_neighbours is None or self._of_neighbours[0] is not history.neighbours:
             near = [each for each in history.neighbours if _counts(each)]
             weights = [0.5 ** (each.distance / _HALF) for each in near]

@@ -1,8 +1,8 @@
-"""Which configs compute the right result, as far as the configs themselves show it.
+"""Finds the configs that compute the right result, as far as the configs themselves show it.
 
-`judge` is a function of what the launches of all configs have left (`OutputReport`): it sorts the
-configs into groups that agree, and settles which group the choice is made from. Results that follow
-the grid, as partial sums and drawn numbers do, are not held against each other.
+`judge` uses only what the launches of all configs have left (`OutputReport`). It sorts the configs
+into groups that agree, and decides from which group to choose. Results that depend on the grid,
+such as partial sums and random numbers, are not held against each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Options = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of the configs."""
+    """The verdicts on the configs."""
 
     candidates: frozenset[int]  # the configs that agree and may be chosen
     #: For each config the number of configs in its group, itself included. Stored members of an
@@ -59,7 +59,7 @@ class Judgement:
 
 
 class Votes:
-    """What the configs of one tuning have computed, as far as they have been examined."""
+    """The results of one tuning's configs, as far as they have been examined."""
 
     def __init__(self) -> None:
         self.reports: dict[int, OutputReport] = {}
@@ -67,7 +67,7 @@ class Votes:
         self._sizes = Counter[int]()
 
     def add(self, config: int, report: OutputReport) -> None:
-        """Take a config's report, in place of an earlier one."""
+        """Add a config's report; it replaces an earlier one."""
         before = self.reports.get(config)
         if before is not None and before.group is not None:
             self._sizes[before.group] -= 1
@@ -78,13 +78,13 @@ class Votes:
             self._kept[config] = report.new_group
 
     def groups(self) -> list[Group]:
-        """Return the groups whose results are kept, the largest first."""
+        """Return the groups whose results are kept, largest first."""
         sizes = self._sizes
         return sorted(self._kept.values(), key=lambda group: (-sizes[group.number], group.number))
 
     def unplaced(self) -> list[int]:
-        """Return the configs that agree with no result that was kept, if they may be the majority:
-        then they are to be examined again. Groups of one config make room for theirs.
+        """Return the configs that agree with no kept result, if they may be the majority: they must
+        then be examined again. Groups of one config make room for theirs.
         """
         found = [config for config, report in self.reports.items() if report.group is None]
         sizes = self._sizes
@@ -113,11 +113,11 @@ def judge(
     stored: Mapping[int, int] | None = None,
     waiting: int = 0,
 ) -> Judgement:
-    """Settle which of the configs in `reports` are right.
+    """Decide which of the configs in `reports` are right.
 
-    The configs of the largest group are. The others are wrong where it is a strict majority of at
-    least three, and disputed where it is not. Of equal groups the one that has more stored members
-    counts as the larger, then the one with the config declared first.
+    Those in the largest group are. The others are wrong if it is a strict majority of at least
+    three, and disputed otherwise. Of equal groups, the one with more stored members counts as
+    larger, then the one with the config declared first.
 
     Args:
         grids: the launch grid of each config.

@@ -23,7 +23,7 @@ _MOST = 4
 
 
 def history_of(request: TuningRequest, store: Store) -> History:
-    """Return the facts about a key before it is searched, except its own trials."""
+    """Return the known facts about a key before its search, except its own trials."""
     key, last = request.key, store.choice(request.key.digest)
     call = key.record()
     return History(
@@ -66,9 +66,9 @@ def _trials(store: Store, key: str, configs: dict[str, Config]) -> Iterator[Tria
 def comparable(
     configs: Mapping[str, Value], call: Mapping[str, Any], related: Iterable[RelatedChoice]
 ) -> Iterator[tuple[Value, RelatedChoice]]:
-    """Yield the choices that are one of these configs, by digest, each with that config.
+    """Yield the choices that use one of these configs, by digest, with that config.
 
-    Their calls differ from `call` in the values only.
+    Their calls differ from `call` only in the values.
     """
     call = {**call, "values": None}
     for source in related:
@@ -78,9 +78,9 @@ def comparable(
 
 
 def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
-    """Return the distance of two keys' values: the sum of |log| of the numbers' ratios.
+    """Return the distance between two keys' values: the sum of |log| of the numbers' ratios.
 
-    None where something differs that is not a number: a flag, a dtype, a string.
+    None if a value other than a number differs: a flag, a dtype, a string.
     """
     if [name for name, _ in values] != [name for name, _ in others]:
         return None
@@ -94,7 +94,7 @@ def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
 
 
 def pairs_of(values: Any) -> list[list[Any]]:
-    """Return the values of a stored key; where the row has none, values that no key has."""
+    """Return the values of a stored key; if the row has none, values that match no key."""
     sound = isinstance(values, list) and all(
         isinstance(pair, list) and len(pair) == 2 for pair in values
     )

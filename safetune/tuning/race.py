@@ -1,7 +1,7 @@
-"""Which config is the fastest, given that every measurement is noisy.
+"""Finds the fastest config, given that every measurement is noisy.
 
-Configs that screening leaves close to the best run once more, in rounds, so that drift of the clock
-hits all alike.
+Configs close to the best after screening run again, in rounds, so that clock drift affects all
+alike.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _LIMIT_S = 1.5
 
 
 def finalists(outcomes: Mapping[int, Outcome], way: str = "events") -> list[list[int]]:
-    """Return the configs that may be the fastest, by the tuning that took their times.
+    """Return the configs that may be the fastest, by the tuning that timed them.
 
-    Times of two tunings are never compared: clocks, drivers and neighbours differ. Of each tuning
-    those near its fastest config are left, also if a later tuning has timed that one again; so no
-    config counts as beaten by one that it never met.
+    Times from two tunings are never compared, because clocks, drivers and neighbours differ. Each
+    tuning keeps those near its fastest config, even if a later tuning has timed that one again, so
+    no config is beaten by one that it never met.
     """
     ratio, most = (FINAL_RATIO, MAX_FINALISTS) if way == "events" else (SHORT_RATIO, MAX_SHORT)
     times = {index: outcome.times() for index, outcome in outcomes.items()}
@@ -75,14 +75,14 @@ def race(
     Args:
         racers: the finalists with their screening times, which decide how many launches make a
             round.
-        short: few rounds of few launches, where a launch takes long: in the interpreter, or with
-            the user's own benchmark function.
+        short: use few rounds of few launches, for long launches: in the interpreter, or with the
+            user's own benchmark function.
         way: how all of them are timed, a `MeasurePolicy`.
 
     Returns:
         The final timing of each config, the outcome of each that failed on the way, and the configs
-        that may win: those that had every round or, where all of these failed, the others. Only
-        their times were taken at the same moments.
+            that may win: those that ran every round or, if all of these failed, the others. Only
+            their times were taken at the same moments.
     """
     start = time.perf_counter()
     rounds: dict[int, list[Timing]] = {index: [] for index in racers}
@@ -114,8 +114,8 @@ def race(
 def in_turn(racers: Sequence[int], turn: int) -> list[int]:
     """Return the racers, rotated by one every second turn and reversed in between.
 
-    The config that ran before decides how warm the device is, and so its clock: no config should
-    always follow the same other one.
+    The previous config affects the device's temperature, and so its clock: no config should always
+    follow the same one.
     """
     cut = turn // 2 % len(racers) if racers else 0
     order = [*racers[cut:], *racers[:cut]]
@@ -126,18 +126,18 @@ def beaten(rounds: Mapping[int, Sequence[Timing]]) -> set[int]:
     """Return the racers that more rounds would not bring to the front.
 
     A racer is compared with the leader round by round, because both run at the same clock there. It
-    is beaten once it is slower by more than the noise of these ratios and, if it was declared
-    before the leader, does not tie with it.
+    is beaten once it is slower by more than the noise of these ratios and, if declared before the
+    leader, does not tie with it.
     """
     leader, bounds = _ratios(rounds)
     return {i for i, (low, _) in bounds.items() if low > (TIE_RATIO if i < leader else 1)}
 
 
 def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
-    """Whether more rounds would not find a better config.
+    """Whether more rounds would find no better config.
 
-    No config that was declared after the leader is faster by more than a tie. One that was declared
-    before it does not tie with it; or it may, and would be as good.
+    No config declared after the leader is faster by more than a tie. One declared before it does
+    not tie with it, or might tie but would be equally good.
     """
     leader, bounds = _ratios(rounds)
     return all(
@@ -147,7 +147,7 @@ def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
 
 
 def combine(rounds: Sequence[Timing], stage: str = "final") -> Timing:
-    """Return one timing for several rounds: the median of each figure."""
+    """Return one timing for several rounds: the median of each field."""
     return Timing(
         median_ms=statistics.median(timing.median_ms for timing in rounds),
         p20_ms=statistics.median(timing.p20_ms for timing in rounds),
@@ -158,7 +158,7 @@ def combine(rounds: Sequence[Timing], stage: str = "final") -> Timing:
 
 
 def best(timings: Mapping[int, Timing]) -> int:
-    """Return the fastest config; of those that tie with it, the first declared."""
+    """Return the fastest config; among ties, the first declared."""
     limit = TIE_RATIO * min(timing.median_ms for timing in timings.values())
     return min(index for index, timing in timings.items() if timing.median_ms <= limit)
 

@@ -1,6 +1,4 @@
-"""What a tuning is asked for and the grids of its call, what it reports, and what it ends with; and
-which outcomes of earlier ones still count.
-"""
+"""The request, grids, progress and result of a tuning, and which earlier outcomes still count."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ _LEAST_S = 1.0
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a child may take, and what it may use."""
+    """The time limits and the memory limits of a child."""
 
     compile_timeout_s: float = 300.0  # for the compilation of one config
     run_timeout_s: float = 30.0  # for one round of launches of one config
@@ -56,7 +54,7 @@ class Limits:
     compile_memory_bytes: int = 8 << 30
 
     def of(self, verdict: Verdict) -> float | None:
-        """Return the seconds that a config with this verdict took longer than; None for others."""
+        """Return the seconds that a config with this verdict exceeded; None for other verdicts."""
         limits = {
             Verdict.TIMEOUT: self.run_timeout_s,
             Verdict.COMPILE_TIMEOUT: self.compile_timeout_s,
@@ -66,8 +64,9 @@ class Limits:
     def to_answer(self, outcomes: Iterable[Outcome]) -> float:
         """Return how long the next config may take to answer, after others; 0 to try no more.
 
-        Once one has hung, and until one works, that is little: perhaps all wait for something that
-        no child has. The search for one that answers ends after twice the limit in all.
+        After a hang, and until a config works, that is short: all configs may be waiting for
+        something that no child has. The search for one that answers ends after twice the limit in
+        total.
         """
         tried = [*outcomes]
         spent_s = sum(_limit_of(o) for o in tried if o.verdict is Verdict.TIMEOUT)
@@ -97,7 +96,7 @@ class Grids:
 
     @property
     def launch_something(self) -> bool:
-        """Whether the grid of some config has programs, or is not known."""
+        """Whether any config's grid has programs or is unknown."""
         return not all(map(_is_empty, self.sizes))
 
 
@@ -127,20 +126,20 @@ class TuningRequest:
 
     @forks.cached_property
     def grids(self) -> Grids:
-        """The grids of the configs. Code of the caller computes them, which may launch another
-        kernel and have it tuned: ask before any lock is taken.
+        """The grids of the configs. Caller code computes them, and may launch and tune another
+        kernel: use this before taking any lock.
         """
         return self.known[0] if self.known else grids_of(self.call, self.configs)
 
     @property
     def has_hooks(self) -> bool:
-        """Whether a function of the user's runs before or after a launch."""
+        """Whether a user function runs before or after a launch."""
         hooks = (self.call.hooks.pre_hook, self.call.hooks.post_hook)
         return any(hook is not None for hook in hooks) or any(map(_is_hooked, self.configs))
 
     @forks.cached_property
     def scopes(self) -> Scopes:
-        """What the outcomes of the configs hold for."""
+        """The calls for which the outcomes of the configs hold."""
         known = self.known and self.known[1]
         return known or scopes_of(self.call, self.grids.sizes, self.grids.heuristics)
 
@@ -157,20 +156,20 @@ class TuningRequest:
 
     @property
     def without_identity(self) -> str:
-        """The name of a value that no other process could know again; empty if there is none."""
+        """The name of a value that has no identity in other processes; empty if there is none."""
         in_key = (name for name, value in self.key.values if in_process(value))
         return next(in_key, "") or without_identity(self.configs)
 
     @property
     def most_shared(self) -> int:
-        """The shared memory that a launch may have; 0, no limit, with a post hook: that expects
-        the exception of the launch.
+        """The most shared memory for a launch; 0, no limit, with a post hook, which expects the
+        launch's exception.
         """
         return self.key.device.shared_memory_bytes if self.call.hooks.post_hook is None else 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a launch of the call does anything, so that it can be measured and checked."""
+        """Whether a launch of the call does any work, so that it can be measured and checked."""
         return self.call.may_touch_memory() and self.grids.launch_something
 
 
@@ -198,19 +197,19 @@ class Progress:
 
     @property
     def doing(self) -> str:
-        """What the tuning does, or did last, as text."""
+        """The current or the last step of the tuning, as text."""
         return f"{'measures' if self.stage == 'screen' else 'compares'} {self.text}"
 
 
 class Phases:
-    """Where the time of a tuning goes. One phase is open at every moment, so that all add up to the
-    whole.
+    """Where the time of a tuning goes. Exactly one phase is open at any moment, so that all add up
+    to the total.
 
-    `lookup` is until the choice was found to be missing. `wait`: for another tuning, also of other
-    processes. `transfer`: packing and copying the call. `resolve`: what to compile. `compile`,
-    `start`: waiting for a compiled config, and for the measuring child. `search`: which configs to
-    measure within a budget. `measure`, `finals`: the
-    first launches of each config, and those of the best. `store`: outcomes, votes, the choice.
+    `lookup`: until the choice was found to be missing. `wait`: for another tuning, also in other
+    processes. `transfer`: packing and copying the call. `resolve`: the compiler's input. `compile`,
+    `start`: waiting for a compiled config, and for the measuring child. `search`: selecting configs
+    within a budget. `measure`, `finals`: the first launches of each config, and those of the best.
+    `store`: outcomes, votes, the choice.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -229,7 +228,7 @@ class Phases:
             self.enter(outer)
 
     def enter(self, name: str) -> str:
-        """Open a phase in place of the one that is open now, and return the name of that."""
+        """Open a phase, which closes the current one; return the name of the closed phase."""
         outer, now = self.name, self._clock()
         self._seconds[outer] = self._seconds.get(outer, 0.0) + now - self._since
         self.name, self._since, self.entered = name, now, self.entered + 1
@@ -259,12 +258,12 @@ class TuningResult:
 
     @property
     def seconds(self) -> float:
-        """The whole time."""
+        """The total time."""
         return sum(self.phases.values())
 
     @property
     def timings(self) -> dict[Config, list[float]]:
-        """The times of the configs, as Triton's tuner has them."""
+        """The times of the configs, in the form of Triton's tuner."""
         return {config: _as_triton(outcome) for config, outcome in self.outcomes}
 
 
@@ -278,10 +277,10 @@ Observer = Callable[[Progress], None]
 
 
 def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
-    """Return the grids that launches of a call would have, and what heuristics set for them.
+    """Return the grids of a call's launches, and the values that heuristics set for them.
 
-    A config fails where its grid or a heuristic raises, and where it launches nothing while another
-    config launches something: it would be the fastest.
+    A config fails if its grid or a heuristic raises. It also fails if it launches nothing while
+    another config launches something, because it would be the fastest.
     """
     sizes: list[tuple[int, ...]] = []
     failures: dict[int, Outcome] = {}
@@ -363,12 +362,13 @@ def note_hopeless(request: TuningRequest) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is stored of a key: read at a launch, and once more under the lock of the key.
+    """The stored state of a key: read at a launch, and again under the key's lock.
 
     Attributes:
         choice: the newest one whose config is among those that pruning leaves.
-        trials: all of the key.
-        since: that no config works counts where this process, or another one since, has found it.
+        trials: all trials of the key.
+        since: a finding that no config works counts if this process has made it, or another one
+            since this time.
     """
 
     request: TuningRequest
@@ -384,26 +384,26 @@ class Plan:
 
     @property
     def config(self) -> Config | None:
-        """The config that was chosen."""
+        """The chosen config."""
         return None if self.choice is None else self.request.by_digest[self.choice.config_digest]
 
     @property
     def final(self) -> ChoiceRecord | None:
-        """The choice after which there is nothing to tune."""
+        """The choice, if it leaves nothing to tune."""
         return None if self.due else self.choice
 
     @forks.cached_property
     def latest(self) -> dict[int, TrialRecord]:
-        """The latest trial of each config that has one which is not transient, by index."""
+        """The latest non-transient trial of each config that has one, by index."""
         return _latest_trials(self.request, self.trials)
 
     @forks.cached_property
     def due(self) -> bool:
-        """Whether a key that has a choice has configs to measure, once.
+        """Whether a key with a choice has configs to measure, once.
 
-        Those that pruning has left only since, that were timed and not judged, that had less time
-        than they have now, and that failed cleanly with other calls alone. A choice that was not
-        made here has no trials, which says nothing of what was tried.
+        These are configs that pruning leaves only now, that were timed but not judged, that had
+        less time than they have now, or that failed cleanly with other calls only. A choice made
+        elsewhere has no trials, which does not mean that nothing was tried.
         """
         request, choice, latest = self.request, self.choice, self.latest
         if choice is not None and choice.declared == PINNED_LIST:
@@ -430,9 +430,9 @@ class Plan:
 
     @property
     def races_again(self) -> bool:
-        """Whether the finalists race once more, as other work was on the device when they did.
+        """Whether the finalists race again, because other work was on the device when they did.
 
-        Those who waited for the choice take it: that work may be theirs.
+        Processes that waited for the choice take it, because that work may be theirs.
         """
         choice = self.choice
         if choice is None or BUSY not in choice.marks:
@@ -441,7 +441,7 @@ class Plan:
 
     @forks.cached_property
     def outcomes(self) -> dict[int, Outcome]:
-        """The outcomes that hold for the call and are not measured again, by index."""
+        """The outcomes that hold for the call and need no new measurement, by index."""
         request, limits = self.request, self.request.limits
         if request.force:
             return self.took_down
@@ -468,7 +468,7 @@ class Plan:
 
     @property
     def took_down(self) -> dict[int, Outcome]:
-        """The configs that are not tried again for a while, whatever is asked for."""
+        """The configs that are not tried again for a while, whatever is requested."""
         outcomes = {config: trial.outcome for config, trial in self.latest.items()}
         return {config: outcome for config, outcome in outcomes.items() if outcome.took_down}
 
@@ -500,20 +500,20 @@ class Plan:
 
     @property
     def left(self) -> list[int]:
-        """The configs that have no such outcome."""
+        """The configs without such an outcome."""
         return sorted(self._untried(self.outcomes))
 
     @property
     def timings(self) -> dict[Config, list[float]]:
-        """The stored times, as Triton's tuner has them."""
+        """The stored times, in the form of Triton's tuner."""
         configs = self.request.configs
         return {configs[i]: _as_triton(trial.outcome) for i, trial in self.latest.items()}
 
 
 def known_outcomes(request: TuningRequest, store: Store) -> dict[int, Outcome]:
-    """Return the stored outcomes of configs that may be expected of a call, by index.
+    """Return the stored outcomes that can be expected for a call, by index.
 
-    What hung or crashed with another call is not launched in the caller either.
+    A config that hung or crashed with another call is not launched in the caller either.
     """
     trials = _latest_trials(request, store.trials(request.key.digest))
     known = {config: seen.outcome for config, seen in _seen(request, trials, True).items()}
@@ -550,7 +550,7 @@ def _unsettled(outcome: Outcome) -> Outcome:
 def marks_of_choice(
     outcome: Outcome, tried: int, every: int, given_up: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what users must know of a choice with this outcome, made among those `tried`.
+    """Return what users must know about a choice with this outcome, made among `tried` configs.
 
     Args:
         given_up: the configs that compiled for too long.
@@ -572,7 +572,7 @@ BUSY_AGAIN = f"{BUSY}, twice"
 
 
 def searched(marks: Sequence[str]) -> str:
-    """Return among how many configs a choice with these marks was made; empty for all of them."""
+    """Return among how many configs a choice with these marks was made; empty if among all."""
     return Mark.SEARCHED.reason_in(marks)
 
 

@@ -1,8 +1,8 @@
-"""Which configs to measure when a budget does not allow all of them.
+"""Selects the configs to measure if a budget does not allow all of them.
 
-A `Proposer` names the next configs; what every search has in common is here: the incumbent and the
-choices of neighbouring keys come first, the last part of the budget polishes the best config found
-(all configs one step from it, again while that finds a better one), and a search does not end
+A `Proposer` names the next configs. This module has what every search shares: the incumbent and the
+choices of neighbouring keys come first; the last part of the budget polishes the best config found
+(all configs one step from it, repeated while that finds a better one); and a search does not end
 before some config works.
 """
 
@@ -27,7 +27,7 @@ _POLISH_SHARE, _POLISH_STEPS = 0.3, 2
 
 @dataclass(frozen=True)
 class Trial:
-    """A config that was tried. `time_ms` is None if it failed."""
+    """A tried config. `time_ms` is None if it failed."""
 
     config: Config
     time_ms: float | None
@@ -80,8 +80,8 @@ class Proposer(Protocol):
     def propose(self, history: History, remaining: int) -> Sequence[Config]:
         """Return the next configs, the most promising first, at most `remaining`.
 
-        It is asked again when they are measured. Configs that are not in `history.configs`, or
-        were tried, are left out; an answer without a new config ends the search.
+        It is called again once they are measured. Configs that are not in `history.configs` or were
+        tried already are ignored; an answer without a new config ends the search.
         """
 
 
@@ -94,7 +94,7 @@ class RandomProposer:
         self._seed = seed
 
     def propose(self, history: History, remaining: int) -> Sequence[Config]:
-        """Return configs that were not tried."""
+        """Return untried configs."""
         tried = {id(trial.config) for trial in history.trials}
         left = [config for config in history.configs if id(config) not in tried]
         draw = random.Random(self._seed + len(tried))
@@ -103,7 +103,7 @@ class RandomProposer:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one key: the known facts at the start, and the proposer."""
+    """The search for one key: the initial facts, and the proposer."""
 
     start: History
     proposer: Proposer
@@ -114,7 +114,7 @@ class Search:
         """Return the indexes of the configs to measure next, at most `remaining`; empty at the end.
 
         Args:
-            times: of each config that was tried, by its index; None where it failed.
+            times: of each tried config, by index; None if it failed.
         """
         configs = self.start.configs
         known = [self.start.incumbent, *(each.choice for each in self.start.neighbours)]
@@ -165,10 +165,10 @@ class Search:
 
 
 def one_step(configs: Sequence[Config]) -> dict[int, list[int]]:
-    """Return for each config those that differ in one parameter, and there by one step: indexes.
+    """Return, for each config, the indexes of those that differ by one step in one parameter.
 
-    A step of a number is to the next one that the list has there, up or down; of any other value,
-    to every other one.
+    A step of a number leads to the next higher or lower number in the list; for any other value, to
+    every other value.
     """
     found: dict[int, list[int]] = {index: [] for index in range(len(configs))}
     values = [config.all_kwargs() for config in configs]

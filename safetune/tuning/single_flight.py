@@ -1,14 +1,14 @@
 """Single flight: of all processes that miss a key, one tunes it and the others wait for its choice.
 
-On one machine a process that tunes holds the key's lock (`store.local.locks`), which the kernel
-frees when the process ends. Where nodes share a store, it then asks that store for the right to
-tune: a PostgreSQL server leases each key to one node. Nodes that share files may tune a key at
+On one machine, the tuning process holds the key's lock (`store.local.locks`), which the kernel
+frees when the process ends. If nodes share a store, the process then asks that store for the right
+to tune: a PostgreSQL server leases each key to one node. Nodes that share files may tune a key at
 once. All launch the choice that was published first.
 
-Waits are bounded, all waits of a process together: ranks that wait for one another inside a
-collective would otherwise never meet. A process that has waited that long launches the fallback.
-Nothing here waits for another process while it holds something that the other one wants first: the
-lock of a key comes before the lock for compiling.
+The total wait of a process is bounded: otherwise ranks that wait for one another inside a
+collective would never meet. A process that has waited that long launches the fallback. Nothing here
+waits for another process while holding something that the other needs first: the lock of a key
+comes before the lock for compiling.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class WaitBudget:
 
 @dataclass
 class Election:
-    """What came of asking to tune a key."""
+    """The result of asking to tune a key."""
 
     request: TuningRequest
     shared: SharedLayer | None = None
@@ -110,7 +110,7 @@ class Election:
     plan: Plan | None = None  # as it was when the election ended
 
     def publish(self, choice: ChoiceRecord, outcome: Outcome) -> ChoiceRecord:
-        """Publish a choice that may be shared; return the one that every node launches."""
+        """Publish a shareable choice; return the one that every node launches."""
         if self.shared is None or not outcome.shareable:
             return choice
         from safetune.store.shared.protocol import space_of
@@ -121,8 +121,8 @@ class Election:
     def keep(self, choice: ChoiceRecord, store: Store, outcome: Outcome) -> ChoiceRecord:
         """Publish a choice, and then store the one that every node launches; return it.
 
-        In this order: another process of the node launches a stored choice at once. A stored one of
-        the same generation stays.
+        The order matters: another process of the node launches a stored choice at once. A stored
+        choice of the same generation stays.
         """
         known = store.choice(choice.key, choice.declared)
         if known is not None and known.generation == choice.generation:
@@ -134,9 +134,9 @@ class Election:
 
 @contextlib.contextmanager
 def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[Election]:
-    """Yield when this process may tune a key, or with the choice of another; raises `Busy`.
+    """Yield when this process may tune a key, or with another's choice; raises `Busy`.
 
-    Where there are no locks, every process may tune.
+    Without locks, every process may tune.
     """
     name = request.key.digest
     if name in _of_thread.names:
@@ -155,7 +155,7 @@ def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[
 
 @contextlib.contextmanager
 def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
-    """Be the only process that compiles on the cores that it may use; raises `Busy`."""
+    """Be the only process that compiles on its usable cores; raises `Busy`."""
     name = compiling_name()
     if name in _of_thread.names:  # a tuning within a tuning
         yield
@@ -166,9 +166,9 @@ def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
 
 @contextlib.contextmanager
 def racing(store: Store, gpu_uuid: str, budget: WaitBudget) -> Iterator[bool]:
-    """Be the only process that runs a final on a device; yield whether this one is.
+    """Be the only process that runs a final on a device; yield whether it is.
 
-    Where another one does not end in time, its time is the worse one of two.
+    If another final does not end in time, both run at once.
 
     Args:
         gpu_uuid: empty in the interpreter, where the device is the machine.
@@ -192,7 +192,7 @@ def racing(store: Store, gpu_uuid: str, budget: WaitBudget) -> Iterator[bool]:
 def compiling_name() -> str:
     """Return the name of the lock for compiling.
 
-    Compilers use every core that they may: one process at a time compiles on the same ones.
+    Compilers use all usable cores, so one process at a time compiles on the same ones.
     """
     return f"compile pool {sorted(os.sched_getaffinity(0))}"
 
@@ -201,9 +201,9 @@ def compiling_name() -> str:
 def elect_cluster(
     request: TuningRequest, store: Store, budget: WaitBudget, plan: Plan | None = None
 ) -> Iterator[Election]:
-    """Yield when this node may tune a key, or when another has; raises as `elect` does.
+    """Yield when this node may tune a key, or when another has; raises like `elect`.
 
-    Only the process of a node that holds the key's lock comes here.
+    Only the process of a node that holds the key's lock gets here.
     """
     if store.shared is None:
         yield Election(request, plan=plan)

@@ -1,6 +1,6 @@
-"""From a miss to a choice: compile and measure each config, judge, race the best, store all of it.
+"""From a miss to a choice: compile and measure each config, judge, race the best, store everything.
 
-`tune` is the whole of it. The functions below it are the phases, in the order in which they run.
+`tune` is the whole tuning. The functions below it are its phases, in order.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def tune(
 ) -> TuningResult:
     """Measure the configs that have not been measured for this key, choose, and store both.
 
-    If another process is tuning this key, its choice is waited for.
+    If another process is tuning this key, wait for its choice.
 
     Args:
         bench: made from the request earlier, while the caller's tensors still held their inputs.
-        wait_budget: how long to wait for other processes; without end if None.
-        phases: of which the first has begun.
+        wait_budget: how long to wait for other processes; forever if None.
+        phases: the first one has begun.
         key_budget: how long to wait for the process that tunes this key; `wait_budget` if None.
 
     Raises:
@@ -339,7 +339,7 @@ def recall(plan: Plan, store: Store, observe: Observer, phases: Phases) -> _Tuni
 
 
 def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> None:
-    """Find the outcome of each new config."""
+    """Measure each new config."""
     call, phases = tuning.request.call, tuning.phases
     with system_errors(), contextlib.ExitStack() as compiling, contextlib.ExitStack() as device:
         with phases("wait"):

@@ -1,4 +1,4 @@
-"""From the record of a launch to findings: bytes become elements of arguments."""
+"""Turns the record of a launch into findings: bytes become elements of arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Logged = tuple[np.ndarray, np.ndarray, int]
 
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
-    """Return the findings, the worst first."""
+    """Return the findings, worst first."""
     groups = list(_groups(memory.views))
     candidates = (
         *_outside(memory, watch),
@@ -31,7 +31,7 @@ def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[F
 
 
 def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Written, ...]:
-    """Return how much was written of each output, and of each other argument that was written."""
+    """Return how much was written of each output, and of each other written argument."""
     written_arguments = []
     for name, view in _groups(memory.views):
         written = int(_elements(view, watch, _is_written(watch.times[view.region])).sum())
@@ -41,7 +41,7 @@ def written_by(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Wr
 
 
 def is_of(name: str, outputs: Sequence[str]) -> bool:
-    """Whether one of the arguments of a view is among others."""
+    """Whether an argument of a view is among `outputs`."""
     return not set(name.split(", ")).isdisjoint(outputs)
 
 

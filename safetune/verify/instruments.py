@@ -1,8 +1,8 @@
 """Replacements for the memory operations of Triton's interpreter.
 
 All loads, stores and atomics of a kernel, through pointers, block pointers and descriptors, end in
-the few methods of the interpreter's builder that are replaced here. Each is recorded, translated to
-real addresses, and then done by Triton's own method.
+the few methods of the interpreter's builder that this module replaces. Each access is recorded and
+translated to real addresses; Triton's own method then performs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetune.verify.watch import Access, Watch
 
 
 class Instruments:
-    """The replaced methods, for one builder and one launch."""
+    """The replacement methods for one builder and one launch."""
 
     def __init__(self, watch: Watch, builder: Any) -> None:
         self._watch = watch
@@ -35,7 +35,7 @@ class Instruments:
         self._nowhere = np.zeros(2, dtype=np.uint64)
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the methods by their names in the builder."""
+        """Return the methods by name in the builder."""
         methods_by_name: dict[str, Callable[..., Any]] = {
             "set_grid_idx": self.begin,
             "create_masked_load": self.load,
@@ -56,7 +56,7 @@ class Instruments:
         self._begin(*ids)
 
     def load(self, pointer: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        """Load; a volatile load, which an atomic load consists of, may wait for another program."""
+        """Load; a volatile load, which is part of an atomic load, may wait for another program."""
         volatile = named["is_volatile"] if "is_volatile" in named else rest[-1]
         access = Access.POLL if volatile else Access.READ
         acquires = bool(volatile) and not self._relaxed
@@ -64,7 +64,7 @@ class Instruments:
         return self._load(real, allowed, other, *rest, **named)
 
     def atomic_load(self, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        """Load what another program may be storing atomically."""
+        """Load a value that another program may be storing atomically."""
         real, allowed = self._watched(Access.POLL, pointer, mask, acquires=_acquires(sem))
         return self._load(real, allowed, None, None, True)
 
@@ -83,7 +83,7 @@ class Instruments:
         return self._store(real, _as_stored(pointer, value), allowed, *rest, **named)
 
     def atomic_store(self, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        """Store what another program may be polling."""
+        """Store a value that another program may be polling."""
         real, allowed = self._watched(Access.ATOMIC, pointer, mask, releases=_releases(sem))
         return self._store(real, _as_stored(pointer, value), allowed, None)
 
@@ -93,12 +93,14 @@ class Instruments:
         return self._cas(real, compare, value, sem, scope)
 
     def update(self, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        """Add, exchange and so on."""
+        """Apply an atomic update: add, exchange and so on."""
         real, allowed = self._updated(pointer, mask, sem)
         return self._rmw(op, real, value, allowed, sem, scope)
 
     def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
-        """Add and so on through a descriptor: as relaxed atomics, which order nothing."""
+        """Apply an update (add and so on) through a descriptor, as relaxed atomics, which order
+        nothing.
+        """
         pointers, mask = block.materialize_pointers(offsets)
         handles = ((pointers, pointers.dtype), (value, value.dtype), (mask, tl.int1))
         operands = (

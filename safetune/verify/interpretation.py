@@ -1,8 +1,8 @@
-"""Run any kernel in Triton's interpreter, in any process, and undo every change afterwards.
+"""Runs any kernel in Triton's interpreter, in any process, and undoes every change afterwards.
 
-Triton decides at decoration whether a kernel is compiled or interpreted, and its own library
-functions (`tl.sum`) at import. This module takes the plain function under the decorator, with every
-function that it calls, so neither matters. Triton's interpreter replaces functions in
+Triton decides at decoration whether a kernel is compiled or interpreted, and decides for its own
+library functions (`tl.sum`) at import. This module takes the plain function under the decorator,
+with every function that it calls, so neither matters. Triton's interpreter replaces functions in
 `triton.language`, in its types, and in the globals of the kernel's module. The first two are always
 restored; the last is a copy.
 

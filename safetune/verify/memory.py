@@ -2,9 +2,9 @@
 
 A kernel does not get the addresses of the copies. Each storage has an address range far from all
 others, so an address that is out of bounds by less than 8 TiB still identifies its storage, and a
-stray address never hits another argument. Where several arguments share a storage each has a range
-of its own for it, so that an address also tells the argument that it was made from. The kernel's
-loads and stores are translated; an access without a translation is skipped.
+stray address never hits another argument. Arguments that share a storage each have their own range
+for it, so that an address also identifies its argument. The kernel's loads and stores are
+translated; an access without a translation is skipped.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class Region:
 
 @dataclass(frozen=True)
 class Address:
-    """What a kernel gets instead of a tensor: a made-up address."""
+    """A made-up address that a kernel gets in place of a tensor."""
 
     address: int
     dtype: Any
 
     def data_ptr(self) -> int:
-        """Return the address, as of a tensor."""
+        """Return the address, like a tensor's method."""
         return self.address
 
 
 class Memory:
-    """Copies of all storages behind the arguments, which are only read."""
+    """Copies of all storages behind the arguments, whose originals are only read."""
 
     def __init__(self, arguments: Mapping[str, Any], reachable: Sequence[torch.Tensor]) -> None:
         named = {**arguments, "reachable": tuple(reachable)}
@@ -112,7 +112,7 @@ class Memory:
         self._copies[spec.block][begin : begin + len(stored)] = stored
 
     def copied(self, value: Any) -> Any:
-        """Return an argument with CPU tensors over the copies in place of its tensors."""
+        """Return an argument with its tensors replaced by CPU tensors over the copies."""
         return _mapped(value, self._copied_tensor)
 
     def _copied_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Memory:
         return view_of(self._copies[spec.block], spec)
 
     def addressed(self, name: str, value: Any) -> Any:
-        """Return an argument of `copied`, with made-up addresses in place of its tensors."""
+        """Return an argument of `copied` with its tensors replaced by made-up addresses."""
         return _mapped(value, functools.partial(self._address_of, name))
 
     def _address_of(self, name: str, tensor: torch.Tensor) -> Address:
@@ -136,7 +136,7 @@ class Memory:
         return Address(address + inside - region.real, tensor.dtype)
 
     def argument_of(self, addresses: np.ndarray) -> str:
-        """Return the one argument that addresses were made from; empty where that is not known."""
+        """Return the one argument from which all addresses are derived; empty if unknown."""
         names = {
             self._ranges[number][1] if 0 <= number < len(self._ranges) else ""
             for number in np.unique(_range_numbers(addresses)).tolist()

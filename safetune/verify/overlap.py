@@ -1,6 +1,6 @@
-"""Run a kernel in Triton's interpreter and record which program accesses each element.
+"""Runs a kernel in Triton's interpreter and records which program accesses each element.
 
-A comparison of results cannot find two programs that store the same value to one element; this
+A comparison of results cannot detect two programs that store the same value to one element; this
 check finds the element by its two owners. It does not change the given tensors, and runs nothing on
 a device.
 """
@@ -188,7 +188,7 @@ def _check_tensors(kernel: str, memory: Memory, **given: Sequence[str]) -> None:
 def interpreted_as(kernel: Any, grid: Any, workload: Mapping[str, Any], config: Config) -> str:
     """Return a config as the interpreter sees it, without launch options: equal texts run alike.
 
-    Empty if a hook or a heuristic may read the whole config, so that no other is known to be equal.
+    Empty if a hook or a heuristic may read the whole config, so that none is known to run alike.
     """
     parameters = kernel.arg_names
     if not isinstance(kernel, Autotuner) or not is_jit(kernel.fn) or config.pre_hook is not None:

@@ -146,7 +146,7 @@ class OverlapReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What may be meant or wrong: arguments written in part, programs that write nothing."""
+        """Possible mistakes: arguments written in part, programs that write nothing."""
         unwritten = {f.argument for f in self.findings if f.kind is Kind.UNWRITTEN}
         notes = [
             f"{item.argument}: {item.written} of {item.elements} elements are written"

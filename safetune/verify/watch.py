@@ -1,15 +1,15 @@
 """The record of one interpreted launch: which program accessed which element, and in which order.
 
 Programs run one after another, so accesses by different programs have an order here that they may
-lack on a device. They also have it on a device if the first program released and the second
-acquired in between, by an atomic operation on one element that is not relaxed: locks and "last
-program" counters work this way. Order is transitive. It is the order of the checked run only.
+lack on a device. They also have it on a device if, in between, the first program released and the
+second acquired by an atomic operation on one element that is not relaxed; locks and "last program"
+counters work this way. Order is transitive. It is the order of the checked run only.
 
-Each access has a number, its time. Per granule of memory (the smallest element size in use) there
-are the times of the last plain store, and of the first and the last atomic and read, so the cost of
-an access does not grow with the number of programs. Two stores must be in order, so the last one
-stands for all. Atomics and reads need not be in order: the last may be the program's own and the
-first another program's. Accesses that clash are logged.
+Each access has a number, its time. Each granule of memory (the smallest element size in use) has
+the times of the last plain store, and of the first and the last atomic and read, so the cost of an
+access does not grow with the number of programs. Two stores must be in order, so the last one
+represents all. Atomics and reads need not be in order: the last may be the program's own and the
+first another program's. Conflicting accesses are logged.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Stray:
-    """Accesses of one instruction by one program outside every argument's storage."""
+    """Accesses by one instruction of one program outside all arguments' storages."""
 
     access: Access
     region: int  # the one closest to the address; -1 if every region is far away
@@ -152,12 +152,12 @@ class Watch:
         return program // (height * depth), program // depth % height, program % depth
 
     def programs_at(self, times: np.ndarray) -> np.ndarray:
-        """Return the numbers of the programs that were running at some times."""
+        """Return the numbers of the programs that were running at given times."""
         programs, begins = (np.frombuffer(a, np.int64) for a in (self._programs, self._begins))
         return programs[np.searchsorted(begins, times, side="right") - 1]
 
     def enter(self, ids: tuple[int, int, int]) -> None:
-        """Set the program of the accesses that follow."""
+        """Set the program that makes the following accesses."""
         _, height, depth = self._grid
         program = (ids[0] * height + ids[1]) * depth + ids[2]
         if program != self._program:
@@ -166,9 +166,9 @@ class Watch:
             self._begins.append(self._begin)
 
     def check_time(self, location: tuple[object, ...]) -> None:
-        """Raise `NotInterpretable` if the launch takes longer than its limit.
+        """Raise `NotInterpretable` if the launch exceeds its time limit.
 
-        That counts from the first call, as the first program begins.
+        The time counts from the first call, when the first program begins.
         """
         now = time.monotonic()
         self._deadline = min(self._deadline, now + self._timeout_s)

@@ -1,4 +1,4 @@
-"""Imports safetune at a Python's start, and then the `sitecustomize` that this one hides."""
+"""Imports safetune when Python starts, and then the `sitecustomize` that this one hides."""
 
 import contextlib
 import importlib.machinery

@@ -1,13 +1,13 @@
 """One SQLite connection per store and process: opening it, sharing it, surviving a fork.
 
-The threads of a process share one connection under a lock. Every statement is one indexed row and
-takes microseconds, and a connection per thread would be left open for each thread that ended. A
-thread that waits for another process to write does not hold that lock: the others go on reading.
+The threads of a process share one connection under a lock. Every statement accesses one indexed row
+and takes microseconds, and a connection per thread would stay open after its thread ended. A thread
+that waits for another process to write does not hold the lock, so other threads can read.
 
-A connection is closed before a fork, and each side opens its own at its next use. A database in
-memory cannot be opened again: a forked child starts with an empty one. A database that was deleted
-or replaced, or whose log was deleted, is opened again: its rows that no other process finds are
-lost. A file that cannot be used is renamed. Every failure is a `StoreError`.
+A connection is closed before a fork, and each side opens its own at its next use. An in-memory
+database cannot be reopened: a forked child starts with an empty one. A database that was deleted or
+replaced, or whose log was deleted, is reopened; rows that other processes cannot see are lost. An
+unusable file is renamed. Every failure is a `StoreError`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _abandoned: list[sqlite3.Connection] = []
 
 
 class Connection:
-    """The connection to one database file, or to one in memory when `path` is None.
+    """The connection to one database file, or to an in-memory database if `path` is None.
 
-    Once a wait for a lock was in vain, later uses try without waiting, until one succeeds.
+    After a wait for a lock fails, later uses try without waiting until one succeeds.
     """
 
     def __init__(self, path: Path | None, wait_s: float = math.inf) -> None:
@@ -74,7 +74,7 @@ class Connection:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection, alone, for plain SELECTs; raises `StoreError`."""
+        """Yield the connection, exclusively, for plain SELECTs; raises `StoreError`."""
         with self._alone() as connection, self._failures("read"):
             yield connection
             self._gave_up.discard("read")
@@ -83,12 +83,12 @@ class Connection:
     def transaction(
         self, wait_s: float | None = None, durable: bool = False
     ) -> Iterator[sqlite3.Connection]:
-        """One transaction for plain statements, committed at the end; raises `StoreError`.
+        """Run one transaction of plain statements, committed at the end; raises `StoreError`.
 
         Args:
-            wait_s: how long to wait for other processes that write; as long as SAFETUNE_WAIT and
-                earlier waits leave if None.
-            durable: it is on the disk at the end, with all that was written before.
+            wait_s: how long to wait for other writers; None: the rest of SAFETUNE_WAIT after
+                earlier waits.
+            durable: at the end, it is on disk with everything written before.
         """
         begin, limit_s = time.monotonic(), self._timeout_s("write to") if wait_s is None else wait_s
         for last in tries(limit_s, *_PAUSES_S):
@@ -110,7 +110,7 @@ class Connection:
                     return
 
     def open(self) -> None:
-        """Open the database now instead of at the first use; raises `StoreError`."""
+        """Open the database now, not at the first use; raises `StoreError`."""
         with self.reading():
             pass
 
@@ -231,7 +231,7 @@ class Connection:
             self.renew()
 
     def pause(self) -> bool:
-        """Close the file, and stay locked; False if another thread is in it for too long."""
+        """Close the file and stay locked; False if another thread uses it for too long."""
         self._notice_fork()
         if not self._lock.acquire(timeout=_FORK_WAIT_S):
             return False
@@ -244,7 +244,7 @@ class Connection:
         self._lock.release()
 
     def renew(self) -> None:
-        """Forget the parent's connection, and its lock, which a lost thread may have held."""
+        """Forget the parent's connection and its lock, which a lost thread may have held."""
         if self._sqlite is not None:
             _abandoned.append(self._sqlite)
         self._sqlite = None
@@ -253,11 +253,13 @@ class Connection:
 
 
 class ReadOnlyConnection(Connection):
-    """A connection for each read, closed after it: nothing is shared, or lost in a fork."""
+    """Opens a connection for each read and closes it afterwards: nothing is shared, or lost in a
+    fork.
+    """
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The database, for plain SELECTs; raises `StoreError`."""
+        """Yield the database for plain SELECTs; raises `StoreError`."""
         assert self.path is not None
         with self._failures("read"), contextlib.ExitStack() as opened:
             connection = opening.connect_read_only(self.path, self._timeout_s("read"))

@@ -1,11 +1,11 @@
-"""The files of the database: where they are, whose they are, and moved aside when damaged.
+"""The database's files: their location and owner, their locks, and renaming damaged ones.
 
-Their locks, too: `tries` waits for a process that has one.
+`tries` waits for a process that holds a lock.
 
-SQLite's log is memory that processes share, which two machines cannot, and its locks are those of
-the file system (https://www.sqlite.org/wal.html, https://www.sqlite.org/lockingv3.html). So where
-the cache directory is on a network file system, the database goes to the user's own folder below
-the temporary directory, and the cache directory becomes the shared store of all nodes.
+SQLite's log is shared memory, which two machines cannot share, and its locks are the file system's
+(https://www.sqlite.org/wal.html, https://www.sqlite.org/lockingv3.html). So if the cache directory
+is on a network file system, the database goes to the user's own folder below the temporary
+directory, and the cache directory becomes the shared store of all nodes.
 
 SQLite follows a symbolic link and writes to its target, and gives its log files the permissions of
 the database, so both are checked before SQLite opens anything.
@@ -84,7 +84,7 @@ def network_of(path: Path, type_of: Callable[[Path], int | None] | None = None) 
     """Return the name of the network file system that a path is, or will be, on; empty if none.
 
     Args:
-        type_of: the number of the file system of a path, None where there is no such path.
+        type_of: returns the file system number of a path, None if the path does not exist.
     """
     if sys.platform != "linux":
         return ""
@@ -93,8 +93,8 @@ def network_of(path: Path, type_of: Callable[[Path], int | None] | None = None) 
 
 @functools.cache
 def outlives_machine(path: Path) -> bool:
-    """Whether a file is still there after the machine went down: on a disk of this machine, and
-    not below the temporary directory.
+    """Whether a file survives a crash of the machine: it is on a local disk and not below the
+    temporary directory.
     """
     import tempfile
 
@@ -119,7 +119,7 @@ def _type_of(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Location:
-    """Where choices are kept."""
+    """The location of the choices."""
 
     directory: Path  # of the database
     network: str = ""  # the file system of the cache directory, if it is a network's
@@ -137,7 +137,7 @@ class Location:
         return settings.shared or by_default
 
     def warning(self, settings: Settings) -> str:
-        """Return the message about a cache directory on a network; empty if it is not."""
+        """Return the message about a cache directory on a network file system; empty otherwise."""
         if not self.network:
             return ""
         shared = f"; {settings.cache_dir} is the shared store of all nodes" if self.choices else ""
@@ -152,11 +152,11 @@ class Location:
 def locate(
     settings: Settings, is_on: Callable[[Path], str] | None = None, *, writes: bool = True
 ) -> Location:
-    """Return where choices are kept; makes the cache directory if it is the shared store.
+    """Return the location of the choices; creates the cache directory if it is the shared store.
 
     Args:
-        is_on: returns the network file system of a path: `network_of` if None.
-        writes: False to make nothing.
+        is_on: returns the network file system of a path; by default `network_of`.
+        writes: False to create nothing.
     """
     cache, is_on = settings.cache_dir, is_on or network_of
     if cache.parts[0].startswith("~") or not (network := is_on(cache)):
@@ -181,9 +181,10 @@ def locate(
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory of a database, which only its owner can read.
+    """Create the directory of a database, readable only by its owner.
 
-    Raises `StoreError` if it is a symbolic link or another user's, or there is no home; `OSError`.
+    Raises `StoreError` if it is a symbolic link or another user's, or if there is no home;
+    `OSError`.
     """
     if path.parts[0].startswith("~"):
         raise StoreError(
@@ -194,7 +195,9 @@ def make_directory(path: Path) -> None:
 
 
 def make(path: Path) -> None:
-    """Make an empty database that only its owner can read, unless there is one; raises likewise."""
+    """Create an empty database, readable only by its owner, unless there is one; raises like
+    `make_directory`.
+    """
     with creating:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
@@ -202,7 +205,7 @@ def make(path: Path) -> None:
 
 
 def identity(path: Path | int) -> Identity:
-    """Return the device and inode of a file or descriptor; None if there is no such file."""
+    """Return the device and inode of a file or descriptor; None if the file does not exist."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -211,12 +214,14 @@ def identity(path: Path | int) -> Identity:
 
 
 def logs(path: Path) -> tuple[Identity, ...]:
-    """Return which files are the logs of a database now."""
+    """Return the identities of a database's log files now."""
     return tuple(identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
 
 
 def check(path: Path) -> None:
-    """Check that the directory and the files of a database are this user's, and not links."""
+    """Check that the directory and the files of a database belong to this user and are not
+    links.
+    """
     _check(path.parent, stat.S_ISDIR, "directory")
     for suffix in ("", *LOGS):
         with contextlib.suppress(FileNotFoundError):
@@ -243,13 +248,13 @@ class Locked(StoreError):
 
 
 class Damaged(StoreError):
-    """A database of safetune that cannot be used."""
+    """A safetune database that cannot be used."""
 
 
 def set_aside(path: Path, seen: Identity, reason: str, wait_s: float) -> None:
-    """Rename a database that cannot be used and its logs, with one warning that names the new file.
+    """Rename an unusable database and its logs, with one warning that names the new file.
 
-    Of many processes that see the reason one renames; `seen` is the file that was looked at. Only
+    If many processes find it unusable, one renames it; `seen` is the file that was examined. Only
     the newest renamed database is kept.
     """
     with _locked(path, exclusive=True, wait_s=wait_s):
@@ -272,11 +277,11 @@ def set_aside(path: Path, seen: Identity, reason: str, wait_s: float) -> None:
 
 @contextlib.contextmanager
 def unmoved(path: Path, wait_s: float) -> Iterator[None]:
-    """Keep other processes from moving a database aside while it is opened; raises `StoreError`.
+    """Prevent other processes from renaming a database while it is opened; raises `StoreError`.
 
-    SQLite finds the logs by their names: a process that opens the file that is moved, and finds
-    beside it the logs of the one that took its place, rolls those back or deletes them. Where no
-    lock is to be had, such as on a full disk, it is opened all the same.
+    SQLite finds the logs by name. A process that opens a renamed file, and finds the logs of its
+    successor beside it, rolls those back or deletes them. If no lock is available, such as on a
+    full disk, the database is opened anyway.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):
@@ -286,10 +291,10 @@ def unmoved(path: Path, wait_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(path: Path) -> Iterator[None]:
-    """Keep SQLite from writing to or deleting a file of a database while this process closes it.
+    """Prevent SQLite from writing to or deleting a database file while this process closes it.
 
-    A lock of an open file description stands against the POSIX locks of the same process. Where the
-    system has none, the log of another process may be deleted.
+    An open-file-description lock conflicts with POSIX locks of the same process. On systems without
+    such locks, another process's log may be deleted.
     """
     import fcntl
 
@@ -303,13 +308,13 @@ def unchanged(path: Path) -> Iterator[None]:
 
 
 def remove(aside: Path) -> None:
-    """Delete a database that was moved aside, with its logs."""
+    """Delete a renamed database and its logs."""
     for log in (*LOGS, ""):
         aside.with_name(aside.name + log).unlink(missing_ok=True)
 
 
 def moved(path: Path) -> list[Path]:
-    """Return the databases that were moved aside from here, the oldest first."""
+    """Return the databases that were renamed from this path, oldest first."""
     found = path.parent.glob(f"{path.name}.aside-*-*")
     return sorted((file for file in found if _stamp(file)), key=_stamp)
 
@@ -341,14 +346,14 @@ def _locked(path: Path, exclusive: bool, wait_s: float) -> Iterator[None]:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file for writing, making it if it is missing; return its descriptor."""
+    """Open a lock file for writing, creating it if missing; return its descriptor."""
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def pauses(first_s: float, most_s: float) -> Iterator[float]:
-    """Yield how long to sleep before the next try, without end.
+    """Yield the sleep before each retry, without end.
 
-    Twice as long each time, and drawn at random, so that processes that began together spread out.
+    It doubles each time, with random jitter, so that processes that start together spread out.
     """
     pause_s = first_s
     while True:
@@ -359,7 +364,7 @@ def pauses(first_s: float, most_s: float) -> Iterator[float]:
 def tries(
     wait_s: float, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[bool]:
-    """Yield for each try whether it is the last one; sleep between them for `wait_s` in all."""
+    """Yield, for each try, whether it is the last; sleep between tries, for `wait_s` in total."""
     end = clock() + wait_s
     for pause_s in pauses(first_s, most_s):
         left_s = end - clock()

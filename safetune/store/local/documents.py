@@ -1,4 +1,4 @@
-"""The functions of msgspec that `rows` uses; each kind of record is registered here once."""
+"""The msgspec functions for `rows`; each record type is registered here once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Configs in flight: each has a row from before its first launch until its outcome replaces that.
+"""Configs in flight: each has a row from before its first launch until its outcome replaces the
+row.
 
-What takes the machine down leaves no outcome. So the row says `died(machine)` from the start, and
-where it was written: in which boot of which machine and, of a config that runs in the caller, in
-which process. A row of this boot whose process is not known to have ended says nothing.
+Whatever takes the machine down leaves no outcome. So the row says `died(machine)` from the start,
+and where it was written: the boot of the machine and, for a config that runs in the caller, the
+process. A row of this boot says nothing unless its process is known to have ended.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the name of this boot of the machine; empty where that is not known."""
+    """Return the id of this boot of the machine; empty if unknown."""
     return _read(BOOT_ID)
 
 
@@ -39,17 +40,17 @@ def _read(path: Path) -> str:
 
 
 def here(inline: bool = False) -> str:
-    """Return where a config is about to run, for `TrialRecord.flight`; empty if not known.
+    """Return where a config is about to run, for `TrialRecord.flight`; empty if unknown.
 
     Args:
-        inline: in this process, and not in a child.
+        inline: it runs in this process, not in a child.
     """
     boot = boot_id()
     return f"{boot} {_process(os.getpid())}" if boot and inline else boot
 
 
 def landed(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """Return trials, of those in flight only the ones that have died: others have no outcome."""
+    """Return trials without those in flight, except the ones that died."""
     found = []
     for trial in trials:
         if not trial.flight:

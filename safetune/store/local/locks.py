@@ -1,13 +1,13 @@
 """The locks of keys between the processes of this machine, and this process's waiting time.
 
-The lock of a key says which process tunes it: one byte of a file beside the database, locked by
-`fcntl.lockf` (a POSIX record lock). The kernel frees it when the process ends, however it ends, and
-a forked child does not inherit it, as it would inherit one of `flock`. A process that closes any
-descriptor of a file loses all its record locks on that file. So a process opens each lock file
-once, and never closes it or opens it again.
+The lock of a key says which process tunes it. It is one byte of a file beside the database, locked
+by `fcntl.lockf` (a POSIX record lock). The kernel frees it whenever the process ends, and unlike a
+lock of `flock`, a forked child does not inherit it. A process that closes any descriptor of a file
+loses all its record locks on that file. So a process opens each lock file once, and never closes or
+reopens it.
 
-The kernel tells processes apart, not threads; a table in memory has the locks of this process. Two
-names may share a byte, of 2**62: then they only wait for each other.
+The kernel distinguishes processes, not threads; an in-memory table has the locks of this process.
+Two names may share one of the 2**62 bytes; then they merely wait for each other.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _held: dict[tuple[tuple[int, int], int], KeyLock] = {}
 
 
 class KeyLock:
-    """A lock that this process holds until `release`, or until it ends."""
+    """A lock that this process holds until `release`, or until the process ends."""
 
     def __init__(self, file: tuple[int, int], byte: int) -> None:
         self._at = (file, byte)
 
     def release(self) -> None:
-        """Free the lock. Does nothing in a process forked off since it was taken."""
+        """Free the lock. Does nothing in a process forked since it was taken."""
         with _mutex:
             if _held.get(self._at) is self:
                 del _held[self._at]
@@ -67,7 +67,7 @@ class KeyLock:
 
 
 def try_lock(database: Path, name: str) -> KeyLock | None:
-    """Lock a name, or return None where another process or thread has it; raises `OSError`."""
+    """Lock a name, or return None if another process or thread holds it; raises `OSError`."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this platform has no record locks")
     with _mutex:
@@ -86,7 +86,7 @@ def try_lock(database: Path, name: str) -> KeyLock | None:
 
 
 def holder(database: Path, name: str) -> int:
-    """Return the number of the process that has locked a name; 0 where that is not known."""
+    """Return the pid of the process that has locked a name; 0 if unknown."""
     if fcntl is None or sys.platform != "linux":
         return 0
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _byte(name), 1, 0)
@@ -104,7 +104,7 @@ def _byte(name: str) -> int:
 
 
 def locked(database: Path | None, names: Iterable[str]) -> set[str]:
-    """Return the names that a process holds now; none where that cannot be found out."""
+    """Return the names locked by any process now; empty if that cannot be determined."""
     found: set[str] = set()
     if database is not None and _path(database).exists():
         with contextlib.suppress(OSError):
@@ -117,9 +117,9 @@ def locked(database: Path | None, names: Iterable[str]) -> set[str]:
 
 
 def node_id(database: Path | None) -> str:
-    """Return a name that all processes which exclude each other by these locks share.
+    """Return a name common to all processes that exclude each other by these locks.
 
-    Where there are no locks, each call returns a new one.
+    Without locks, each call returns a new one.
     """
     with contextlib.suppress(OSError):
         if database is not None:
@@ -150,7 +150,7 @@ def _opened(path: Path) -> tuple[int, int]:
 
 
 class Waited:
-    """The seconds that a process has waited for others; a forked child has not waited yet."""
+    """The seconds that a process has waited for others; zero in a new forked child."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -158,11 +158,11 @@ class Waited:
         forks.register("tuning", after_in_child=self.start_over)
 
     def start_over(self) -> None:
-        """Count from zero."""
+        """Restart from zero."""
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a wait of some thread."""
+        """Add a thread's wait."""
         with self._lock:
             self.seconds += seconds
 

@@ -1,8 +1,8 @@
-"""Opening a database: made if it is new, set aside if it cannot be used, or only read.
+"""Opens a database: creates a new one, sets an unusable one aside, or only reads.
 
-`SCHEMA` makes all tables of a new file inside one BEGIN IMMEDIATE, so that of many processes that
-open it at once, one does. A cache may lose: a database of an earlier format, or one that
-`PRAGMA integrity_check` finds damaged, is renamed, and an empty one takes its place.
+`SCHEMA` creates all tables of a new file inside one BEGIN IMMEDIATE, so that only one of many
+simultaneous openers does. A cache may lose: a database in an earlier format, or one that `PRAGMA
+integrity_check` finds damaged, is renamed, and an empty one replaces it.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
 def in_memory() -> sqlite3.Connection:
-    """Return an empty database."""
+    """Return an empty in-memory database."""
     return _opened(":memory:", prepare)
 
 
 def connect(path: Path, prepare: Prepare, wait_s: float) -> tuple[sqlite3.Connection, Identity]:
-    """Open a database file, and return its identity; one that cannot be used is set aside first.
+    """Open a database file and return its identity; an unusable file is set aside first.
 
-    A disk that fails to read once looks like damage, so `integrity_check` looks a second time. The
-    identity is None where the file cannot be replaced. Raises what `prepare` raises.
+    A single failed disk read looks like damage, so `integrity_check` checks again. The identity is
+    None if the file cannot be replaced. Raises the errors of `prepare`.
     """
     if path.exists() and not os.access(path.parent, os.W_OK):  # where SQLite must write
         db_files.check(path)
@@ -97,27 +97,27 @@ def connect(path: Path, prepare: Prepare, wait_s: float) -> tuple[sqlite3.Connec
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error says that the file itself is bad, and not the disk, a lock or a program.
+    """Whether an error means that the file itself is bad, and not the disk, a lock or a program.
 
-    SQLite's "malformed" and "not a database" have the plain class; every other one a subclass.
+    SQLite's "malformed" and "not a database" have the base class; all others have a subclass.
     """
     quotes_damage = isinstance(error, (Damaged, UnicodeDecodeError))
     return quotes_damage or type(error) is sqlite3.DatabaseError
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's message; of one that Python could not make, what can be read."""
+    """Return an error's message; if Python could not decode it, the readable part."""
     if isinstance(error, UnicodeDecodeError):
         return error.object.decode("utf-8", "replace")
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def connect_read_only(path: Path, wait_s: float) -> sqlite3.Connection:
-    """Open a database file that is never written to: no lock file and no log is made.
+    """Open a database file that is never written to; creates no lock file and no log.
 
     SQLite writes files beside a database in WAL mode, even to read it, so it is opened as
-    immutable. Where a writer has a log open, the files that a reader needs are there; where they
-    cannot be used, the rows that only the log has are not seen.
+    immutable. If a writer has a log open, the files that a reader needs exist; if they cannot be
+    used, rows only in the log are not seen.
     """
     path = path.absolute()
     path.stat()  # SQLite's own message does not say that the file is missing
@@ -149,11 +149,11 @@ def _opened(path: Path | str, prepare: Prepare, wait_s: float = 0.0) -> sqlite3.
 
 
 def prepare(connection: sqlite3.Connection) -> None:
-    """Make the tables of a new database; check those of another, whatever others do to it.
+    """Create the tables of a new database, or check existing ones, while others may do the same.
 
     Raises:
-        StoreError: it was written by a newer safetune, or by something else; it is left as it is.
-            `Damaged` where it has another format, or where tables or columns are missing.
+        StoreError: it was written by a newer safetune, or by something else; it is left unchanged.
+            `Damaged` if it has another format, or if tables or columns are missing.
         sqlite3.Error: the file is not a database, or cannot be read or written.
     """
     connection.execute("BEGIN")  # one snapshot: another process may make the tables right now
@@ -168,7 +168,7 @@ def prepare(connection: sqlite3.Connection) -> None:
 
 
 def prepare_suspect(connection: sqlite3.Connection) -> None:
-    """Do what `prepare` does with a database in which damage was seen, once it has been checked.
+    """Check a database with signs of damage, then do the same as `prepare`.
 
     Raises `Damaged`.
     """
@@ -179,7 +179,7 @@ def prepare_suspect(connection: sqlite3.Connection) -> None:
 
 
 def check_readable(connection: sqlite3.Connection) -> None:
-    """Raise `StoreError` unless a database can be read as it is."""
+    """Raise `StoreError` unless a database can be read unchanged."""
     if not _version(connection):
         raise StoreError(
             "it is empty; a copy of a database that a process has open lacks its newest rows: use "

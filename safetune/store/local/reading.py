@@ -20,13 +20,13 @@ _OF_KERNEL = "key IN (SELECT digest FROM key WHERE kernel_name = ?)"
 
 @contextlib.contextmanager
 def tables(connection: Connection) -> Iterator[Database]:
-    """The tables of a database; raises `StoreError`."""
+    """Yield the tables of a database; raises `StoreError`."""
     with connection.reading() as sqlite:
         yield Database(sqlite, recursive_triggers=False, execute_plugins=False)
 
 
 class Reader:
-    """Reads all sound rows; a corrupt one is absent, and reported."""
+    """Reads all valid rows; reports corrupt ones and treats them as absent."""
 
     def __init__(self, connection: Connection, report: Callable[..., None]) -> None:
         self._connection, self._report = connection, report
@@ -39,13 +39,13 @@ class Reader:
             return [str(row[name]) for row in names]
 
     def keys(self, kernel: str | None) -> list[KeyRecord]:
-        """Return every key, or one kernel's, by kernel name, with the last known file of each."""
+        """Return all keys, or one kernel's, by kernel name, with the last known file of each."""
         with tables(self._connection) as database:
             found = self._records(database, KEY, "kernel_name, rowid", kernel)
         return _with_known_files([key for key in found if schema.is_readable(key)])
 
     def choices(self, kernel: str | None) -> list[StoredChoice]:
-        """Return the current choice of every key and config list, the newest of a key first."""
+        """Return the current choice of each key and config list, a key's newest first."""
         with tables(self._connection) as database:
             best_first = "generation DESC, created DESC"
             found = self._records(database, CHOICE, best_first, kernel)
@@ -59,7 +59,7 @@ class Reader:
         ]
 
     def trials(self, kernel: str | None) -> list[tuple[KeyRecord, list[TrialRecord]]]:
-        """Return every key, or one kernel's, with its trials of all generations."""
+        """Return all keys, or one kernel's, with their trials of all generations."""
         with tables(self._connection) as database:
             by_generation = "generation, rowid"
             found = self._records(database, TRIAL, by_generation, kernel)
@@ -69,7 +69,7 @@ class Reader:
         return [(key, landed(of_key.get(key.digest, ()))) for key in self.keys(kernel)]
 
     def calls(self) -> list[RecordedCall]:
-        """Return the recorded calls in their order."""
+        """Return the recorded calls in order."""
         with tables(self._connection) as database:
             return self._records(database, CALL)
 

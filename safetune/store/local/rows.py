@@ -1,10 +1,10 @@
 """The tables of the store: a record is a JSON document, beside the columns that queries need.
 
-A document has its checksum inside, over the table and the rest of it. On the way in, what would not
-come back as it is raises `RecordError`, such as a NaN, and a lone surrogate in a text becomes a
-visible escape. On the way out a row counts only if the checksum matches, every field has its type,
-and the document is that of the row's primary key (`CorruptRowError`). The checksum is against bit
-rot, not against writers. A verdict or a mark that only a newer version knows is not corrupt: see
+A document contains a checksum over the table and its own content. On writing, a value that would
+not read back unchanged, such as a NaN, raises `RecordError`; a lone surrogate in a text becomes a
+visible escape. On reading, a row counts only if the checksum matches, every field has its type, and
+the document belongs to the row's primary key (`CorruptRowError`). The checksum protects against bit
+rot, not against writers. An unknown verdict or mark from a newer version is not corrupt: see
 `outcome`.
 """
 
@@ -66,11 +66,11 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns, in their order."""
+        """All columns, in order."""
         return (*self.primary_key, *self.more, *self.own, "record")
 
     def seal(self, record: Any) -> dict[str, Scalar]:
-        """Return the row that holds a record; raises `RecordError`."""
+        """Return the row for a record; raises `RecordError`."""
         try:
             plain = documents.to_builtins(record, builtin_types=(bytes, bytearray))
             data = {name: _as_json(name, value) for name, value in plain.items()}
@@ -82,7 +82,7 @@ class Table:
         return {**columns, "record": sealed}
 
     def unseal(self, row: Sequence[Any]) -> Any:
-        """Return the record of a row that `select` read; raises `CorruptRowError`."""
+        """Return the record in a row that `select` read; raises `CorruptRowError`."""
         document, *identity = row
         try:
             data = encoding.loads(document)
@@ -113,7 +113,7 @@ class Table:
         found: Iterable[Sequence[Any]],
         report: Callable[[Table, Sequence[Any], CorruptRowError], None] = lambda *_: None,
     ) -> Iterator[Any]:
-        """Yield the records of the sound rows; call `report` with each corrupt one."""
+        """Yield the records of the valid rows; call `report` with each corrupt one."""
         for row in found:
             try:
                 yield self.unseal(row)
@@ -123,7 +123,7 @@ class Table:
     def insert(
         self, connection: sqlite3.Connection, row: Mapping[str, Scalar], otherwise: str
     ) -> bool:
-        """Write a row; where its key is taken, do `otherwise`: REPLACE or IGNORE.
+        """Write a row; if its key exists, do `otherwise`: REPLACE or IGNORE.
 
         Return whether it was written.
         """
@@ -132,7 +132,7 @@ class Table:
         return connection.execute(statement, tuple(row.values())).rowcount > 0
 
     def upsert(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> None:
-        """Write a row, over one with its key, whose place among the others it takes."""
+        """Write a row; it replaces one with its key in place."""
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         changed = ", ".join(f"{name} = excluded.{name}" for name in row)
         connection.execute(
@@ -142,7 +142,7 @@ class Table:
         )
 
     def put_if_absent(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> Any:
-        """Write a row unless a sound one has its key: then return that one, else None."""
+        """Write a row unless a valid one has its key; return that one's record, otherwise None."""
         if self.insert(connection, row, "IGNORE"):
             return None
         sound = self.find(connection, *(row[name] for name in self.primary_key))
@@ -151,7 +151,7 @@ class Table:
         return sound
 
     def find(self, connection: sqlite3.Connection, *identity: Scalar) -> Any:
-        """Return the record with this primary key; None without a sound one."""
+        """Return the record with this primary key; None without a valid one."""
         return next(self.sound(connection.execute(self.select_one, identity).fetchall()), None)
 
     def checksum(self, data: Mapping[str, Any]) -> str:
@@ -179,14 +179,14 @@ _OF_KEY = ("trial", "choice", "call")
 
 
 def delete_keys(connection: sqlite3.Connection, keys: Sequence[tuple[str]]) -> None:
-    """Delete some keys in the open transaction, with all that is stored of them alone."""
+    """Delete keys, and everything stored only for them, in the open transaction."""
     for table in _OF_KEY:
         connection.executemany(f"DELETE FROM {table} WHERE key = ?", keys)
     connection.executemany("DELETE FROM key WHERE digest = ?", keys)
 
 
 def text(value: str) -> str:
-    """Return `value` as SQLite can keep it: lone surrogates become visible escapes."""
+    """Return `value` in a form that SQLite can store: lone surrogates become visible escapes."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
     return value.encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,8 @@
 """The local store: outcomes and choices in one SQLite database that processes share.
 
 Statements are plain `sqlite3`, built once, and every write is one BEGIN IMMEDIATE transaction. A
-corrupt row is absent, and logged once. Every method raises `StoreError` and nothing else
-(`RecordError` for a record that no store keeps); `lookup` keeps that out of a run.
+corrupt row counts as absent and is logged once. All methods raise only `StoreError` (`RecordError`
+for a record that no store accepts); `lookup` shields a run from it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _RELATED_CHOICES = f"{CHOICE.select} {_OF_KEYS.format('choice', _RELATED, _BEST_
 
 
 class Store:
-    """A database of trials and choices. Safe from several threads and after a fork."""
+    """A database of trials and choices. Thread-safe, also after a fork."""
 
     #: What several nodes share, if anything.
     shared: SharedLayer | None = None
@@ -84,7 +84,7 @@ class Store:
         """Open `safetune.db` in `directory`, creating both if they are missing.
 
         Args:
-            wait_s: for all waits of this process together.
+            wait_s: the total for all waits of this process.
         """
         store = cls(Connection(Path(directory) / db_files.DATABASE_NAME, wait_s))
         store.connection.open()
@@ -109,7 +109,7 @@ class Store:
 
     @property
     def outlives_machine(self) -> bool:
-        """Whether the database is still there after the machine went down."""
+        """Whether the database survives a crash of the machine."""
         return self.path is not None and db_files.outlives_machine(self.path)
 
     def close(self) -> None:
@@ -125,11 +125,11 @@ class Store:
             KEY.upsert(connection, row)
 
     def put_trial(self, *records: TrialRecord, durable: bool = False) -> None:
-        """Write outcomes of configs of one key, over earlier rows of the same generation.
+        """Write outcomes of configs for one key, over earlier rows of the same generation.
 
-        A transient outcome never replaces one: it says nothing about the config. A failure of one
-        call leaves what other calls have shown: see `TrialRecord.after`. With `durable` they are on
-        the disk at the end.
+        A transient outcome replaces none, because it says nothing about the config. A failure of
+        one call keeps the results of other calls: see `TrialRecord.after`. With `durable` they are
+        on disk at the end.
         """
         sealed = [(TRIAL.seal(record), record) for record in records]
         with self.connection.transaction(durable=durable) as connection:
@@ -144,7 +144,7 @@ class Store:
                 TRIAL.upsert(connection, row)
 
     def drop_in_flight(self, record: TrialRecord) -> None:
-        """Delete the row of a config that has begun to run, and of which no outcome will come."""
+        """Delete the row of a config that has begun to run but will have no outcome."""
         row = TRIAL.seal(record)
         with self.connection.transaction() as connection:
             self._drop_in_flight(connection, row)
@@ -168,7 +168,7 @@ class Store:
         return record
 
     def trials(self, key: str) -> list[TrialRecord]:
-        """Return the outcomes of a key, by generation and in the order of their writing."""
+        """Return the outcomes of a key, by generation and then in writing order."""
         with self.connection.reading() as connection:
             found = self._checked(connection, TRIAL, _TRIALS_OF_KEY, text(key))
         return in_flight.landed(found) if any(trial.flight for trial in found) else found
@@ -176,9 +176,9 @@ class Store:
     def choice(
         self, key: str, declared: str | None = None, among: Collection[str] | None = None
     ) -> ChoiceRecord | None:
-        """Return the choice of the highest generation of this config list, or of any.
+        """Return the choice of the highest generation for this config list, or for any.
 
-        With `among`, only configs of these digests count, and one that is pinned goes first.
+        With `among`, only configs with these digests count, and a pinned choice comes first.
         """
         lists = [declared] if declared is None or among is None else [PINNED_LIST, declared]
         with self.connection.reading() as connection:
@@ -188,7 +188,7 @@ class Store:
         return next((choice for choice in found if choice.config_digest in among), None)
 
     def pinned(self, key: str) -> ChoiceRecord | None:
-        """Return the choice that is pinned for a key."""
+        """Return the pinned choice for a key."""
         with self.connection.reading() as connection:
             return next(iter(self._choices(connection, key, PINNED_LIST)), None)
 
@@ -200,7 +200,7 @@ class Store:
         return self._checked(connection, CHOICE, statement, *wanted)
 
     def put_choice(self, record: ChoiceRecord) -> ChoiceRecord:
-        """Write a choice unless its key, list and generation have one; return what is there now."""
+        """Write a choice unless its key, list and generation have one; return the stored one."""
         row = CHOICE.seal(record)
         wanted = [row[name] for name in CHOICE.primary_key]
         with self.connection.transaction() as connection:
@@ -214,12 +214,12 @@ class Store:
         return stored[0]
 
     def generation(self, key: str) -> int:
-        """Return the highest generation with a trial or choice, 0 if none."""
+        """Return the highest generation with a trial or choice; 0 if none."""
         found = [*self.trials(key), self.choice(key)]
         return max((record.generation for record in found if record), default=0)
 
     def related(self, kernel_digest: str, device_digest: str) -> list[RelatedChoice]:
-        """Return the current choice of each key and config list of a kernel on a device."""
+        """Return the current choices of a kernel on a device, one per key and config list."""
         wanted = (text(kernel_digest), text(device_digest))
         with self.connection.reading() as connection:
             keys = self._fetch_keys(connection, _RELATED_KEYS, *wanted)
@@ -231,7 +231,7 @@ class Store:
         ]
 
     def choices(self, kernel_name: str | None = None) -> list[StoredChoice]:
-        """Return the current choice of every key, or of one kernel's keys, by kernel name."""
+        """Return the current choice of each key, or of one kernel's keys, by kernel name."""
         current: dict[str, StoredChoice] = {}
         for stored in self.choices_of_lists(kernel_name):
             if stored.choice.pinned or stored.key.digest not in current:
@@ -239,11 +239,11 @@ class Store:
         return list(current.values())
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
-        """Return the current choice of every key and list, the newest list of a key first."""
+        """Return the current choice of each key and list, a key's newest list first."""
         return self._reader().choices(kernel_name)
 
     def origin(self, choice: ChoiceRecord) -> str:
-        """Return which shared store a choice is from, `IMPORTED` or `AGREED`; else an empty one."""
+        """Return a choice's origin: its shared store, `IMPORTED` or `AGREED`; empty otherwise."""
         wanted = (choice.key, choice.declared, choice.generation)
         with self.connection.reading() as connection:
             found = connection.execute(_ORIGIN, wanted).fetchall()
@@ -257,15 +257,15 @@ class Store:
     def trials_of(
         self, kernel_name: str | None = None
     ) -> list[tuple[KeyRecord, list[TrialRecord]]]:
-        """Return every key, or those of one kernel, with its trials of all generations."""
+        """Return all keys, or one kernel's, with their trials of all generations."""
         return self._reader().trials(kernel_name)
 
     def keys(self, kernel_name: str | None = None) -> list[KeyRecord]:
-        """Return every key, or those of one kernel, by kernel name."""
+        """Return all keys, or one kernel's, by kernel name."""
         return self._reader().keys(kernel_name)
 
     def corrupt_rows(self) -> int:
-        """Read everything, and return how many rows were ignored as corrupt."""
+        """Read everything; return how many rows were ignored as corrupt."""
         self.keys(), self.trials_of(), self.choices_of_lists(), self.calls()
         return len(self._reported)
 
@@ -274,9 +274,9 @@ class Store:
         return self._reader().kernels()
 
     def clear(self, kernel_name: str, digests: Collection[str] | None = None) -> int:
-        """Delete a kernel's keys, or those of some digests, with their trials and choices.
+        """Delete a kernel's keys, or those with some digests, with their trials and choices.
 
-        Return how many keys were deleted. With all keys go all recorded calls.
+        Return how many keys were deleted. Deleting all keys also deletes all recorded calls.
         """
         name = (text(kernel_name),)
         with self.connection.transaction() as connection:
@@ -289,7 +289,7 @@ class Store:
         return len(keys)
 
     def clear_failures(self, digests: Collection[str]) -> int:
-        """Delete the outcomes of configs that crashed or hung, of some keys; return how many."""
+        """Delete the outcomes of crashed or hung configs for some keys; return how many."""
         with self.connection.transaction() as connection:
             return sum(
                 connection.execute(_DELETE_FAILURES, (digest, *_VIOLENT)).rowcount
@@ -299,7 +299,7 @@ class Store:
     def put_call(self, call: RecordedCall) -> bool:
         """Write a recorded call; return whether it is new and was kept.
 
-        One for each key: the first of those that have the most to make the call again from.
+        Keeps one call per key: the first of the most completely described ones.
         """
         with self.connection.transaction() as connection:
             known = self._call(connection, call.key)
@@ -314,7 +314,7 @@ class Store:
             return CALL.insert(connection, CALL.seal(call), "REPLACE")
 
     def count_calls(self, *counts: CallCount) -> None:
-        """Add to the counts of recorded calls; those of other keys are dropped."""
+        """Add to the counts of recorded calls; counts of other keys are dropped."""
         with self.connection.transaction() as connection:
             for count in counts:
                 if (known := self._call(connection, count.key)) is not None:
@@ -326,7 +326,7 @@ class Store:
         return found[0] if found else None
 
     def calls(self) -> list[RecordedCall]:
-        """Return the recorded calls in their order."""
+        """Return the recorded calls in order."""
         return self._reader().calls()
 
     def _reader(self) -> Reader:

@@ -1,6 +1,6 @@
-"""Moving choices: from a database to packs, from packs to a database, and merging them.
+"""Moves choices from databases to packs and back, and merges them.
 
-Of two choices for one key and one list of configs, `records.wins` says which is used.
+If two choices have the same key and config list, `records.wins` says which is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _SQLITE = b"SQLite format 3\0"
 
 @dataclass(frozen=True)
 class Collected:
-    """Choices that can be written to a pack, and a line for each that cannot, with the reason."""
+    """The choices that can be written to a pack, and a line with the reason for each that
+    cannot.
+    """
 
     entries: list[StoredChoice] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -41,13 +43,13 @@ class Collected:
 
 @dataclass(frozen=True)
 class Imported:
-    """How many choices were imported, and how many were not.
+    """The numbers of choices imported and not imported.
 
     Attributes:
         new: the database had none of that generation or a later one.
-        known, kept: it has the same, or another of that generation, which stays.
+        known, kept: it has the same one, or another of that generation, which stays.
         older: it has one of a later generation, which stays.
-        unknown: they have fields that only a newer version knows.
+        unknown: they have fields from a newer version.
     """
 
     new: int = 0
@@ -61,8 +63,8 @@ def collect(path: Path) -> Collected:
     """Return the choices in a pack, in a directory of packs, or in a database or its directory.
 
     Raises:
-        PackError: `path` is something else, or a pack is broken; names file and reason.
-        StoreError: it is a database that cannot be read.
+        PackError: `path` is something else, or a pack is broken; names the file and the reason.
+        StoreError: the database cannot be read.
     """
     database = path / DATABASE_NAME if path.is_dir() else path
     if path.is_dir() and not database.exists():
@@ -80,10 +82,10 @@ def collect(path: Path) -> Collected:
 
 
 def of_store(store: Store) -> Collected:
-    """Return the choices of a store as packs hold them; raises `StoreError`.
+    """Return the choices of a store in the form of packs; raises `StoreError`.
 
-    Choices that were timed while the program used the device are left out: their times say little.
-    One that was timed on random inputs keeps that mark.
+    Excludes choices timed while the program used the device, because their times say little. A
+    choice timed on random inputs keeps that mark.
     """
     trials: dict[tuple[str, str], list[TrialRecord]] = {}
     for _, of_key in store.trials_of():
@@ -110,7 +112,7 @@ def of_store(store: Store) -> Collected:
 
 
 def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
-    """Return all choices, one for each key and list of configs; the order does not matter."""
+    """Return all choices, one per key and config list; their order does not matter."""
     best: dict[tuple[str, str], StoredChoice] = {}
     for entry in itertools.chain(*sources):
         other = best.setdefault((entry.key.digest, entry.choice.declared), entry)
@@ -120,7 +122,7 @@ def merged(*sources: Iterable[StoredChoice]) -> list[StoredChoice]:
 
 
 def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
-    """Return the choices of each pack that they make, by its file's name, sorted."""
+    """Return the choices by the file name of their pack, sorted."""
     packs: dict[str, list[StoredChoice]] = {}
     for entry in entries:
         packs.setdefault(name_of(entry), []).append(entry)
@@ -128,7 +130,7 @@ def packs_of(entries: Iterable[StoredChoice]) -> dict[str, list[StoredChoice]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file, completely or not at all; raises `PackError`."""
+    """Replace a file completely or not at all; raises `PackError`."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with written_beside(path, text.encode()) as new:
@@ -140,10 +142,10 @@ def write(path: Path, text: str) -> None:
 
 
 def import_into(store: Store, entries: Sequence[StoredChoice], origin: str = IMPORTED) -> Imported:
-    """Write choices into a database, all of them or, where one fails, none; raises `StoreError`.
+    """Write all choices into a database or, if one fails, none; raises `StoreError`.
 
-    A choice of the same generation that is there stays, as processes may have adopted it, and so
-    does one of a later generation. Source and file of a key's kernel that it has stay too.
+    Existing choices of the same generation stay, because processes may have adopted them, as do
+    those of a later generation. The stored source and file of a key's kernel stay too.
     """
     known = [entry for entry in entries if not entry.unknown]
     prepared = [(e.choice, KEY.seal(e.key), CHOICE.seal(e.choice)) for e in known]

@@ -1,7 +1,7 @@
-"""Lists of configs that died or accessed what they must not, carried to other machines on purpose.
+"""Lists of configs that died or accessed invalid memory, to be carried to other machines.
 
-`safetune export --failures` writes one, and a process that has it in SAFETUNE_FAILURES does not try
-these configs for these keys.
+`safetune export --failures` writes a list. A process with the list in SAFETUNE_FAILURES does not
+try these configs for these keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _decoder = msgspec.json.Decoder(_List)
 
 
 def of_store(store: Store, wanted: Callable[[KeyRecord], bool]) -> list[dict[str, Any]]:
-    """Return the failures that are stored for some keys, the last one of each config."""
+    """Return the stored failures for some keys, the last one per config."""
     return [
         _data(key, trial)
         for key, trials in store.trials_of()
@@ -76,13 +76,13 @@ def _data(key: KeyRecord, trial: TrialRecord) -> dict[str, Any]:
 
 
 def dump(failures: Sequence[dict[str, Any]]) -> str:
-    """Return the file of a list."""
+    """Return the file content for a list."""
     return f"{json.dumps({'safetune_failures': 1, 'failures': failures}, indent=1)}\n"
 
 
 @functools.cache
 def read(path: Path) -> dict[tuple[str, str], Outcome]:
-    """Return the outcomes in a list, by the digests of key and config; once in a process.
+    """Return the outcomes in a list by key digest and config digest; read once per process.
 
     Raises:
         InvalidSetting: it cannot be read, or is no such list.

@@ -1,13 +1,12 @@
 """Packs: the choices of one kernel on one kind of device, as JSON that people review.
 
-`schema` says what is in a pack and checks it. Its text is a function of its content: sorted, one
-line per fact, so that a diff shows the facts that changed.
+`schema` defines and checks the content. The text depends only on the content: sorted, one fact per
+line, so that a diff shows the changed facts.
 
-At launch, read-only directories of packs are the last layer of a lookup. At the first miss of a
-kernel the file is read that has the name which `export` gives to its pack: a process whose choices
-are all in the store opens no pack. Where that file lacks the key, the other files of the directory
-are looked into, once: the content of a file counts, not its name. A broken pack is skipped with one
-warning.
+At launch, read-only directories of packs are the last layer of a lookup. A kernel's first miss
+reads the file with the name that `export` gives to its pack; a process with all its choices in the
+store opens no pack. If that file lacks the key, the other files of the directory are read, once:
+content counts, not names. A broken pack is skipped with one warning.
 """
 
 from __future__ import annotations
@@ -64,7 +63,9 @@ def beginning(path: Path, count: int) -> bytes:
 
 @contextlib.contextmanager
 def written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """A file of this content, synced, to be given the name `path`; it is gone at the end."""
+    """Yield a synced temporary file with this content, to be renamed to `path`; it is removed at
+    the end.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("xb") as file:
@@ -78,7 +79,7 @@ def written_beside(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut, if its file system can."""
+    """Make the names in a directory survive a power cut, if its file system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -88,20 +89,20 @@ def sync_directory(path: Path) -> None:
 
 
 def shipped() -> Path | None:
-    """Return the directory of the packs that were installed with safetune."""
+    """Return the directory of the packs installed with safetune; None without one."""
     spec = importlib.util.find_spec("safetune.cache")
     directories = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(directories[0]) if directories else None
 
 
 def file_name(kernel_name: str, kernel_digest: str, device_name: str, device_digest: str) -> str:
-    """Return the file name of a pack: one for each kernel and kind of device."""
+    """Return the file name of a pack, one per kernel and kind of device."""
     words = [re.sub(r"[^A-Za-z0-9]+", "_", name)[:80] for name in (kernel_name, device_name)]
     return ".".join([*words, encoding.digest([kernel_digest, device_digest])[:8], "json"])
 
 
 def name_of(entry: StoredChoice) -> str:
-    """Return the name of the pack that this choice belongs in."""
+    """Return the file name of the pack for this choice."""
     key = entry.key
     return file_name(key.kernel_name, key.kernel_digest, key.device["name"], key.device_digest)
 
@@ -112,10 +113,10 @@ _HEAD = 4096
 
 
 class Packs:
-    """The packs in some directories, in their order; of one directory the file named first.
+    """The packs in some directories, in order; within a directory, the expected file name first.
 
-    Safe after a fork and from several threads: at worst a file is read twice. A file is read once
-    per process, so that a choice does not change in the middle of a run.
+    Thread-safe, also after a fork: at worst a file is read twice. A file is read once per process,
+    so that a choice does not change in the middle of a run.
     """
 
     def __init__(self, directories: Sequence[Path], shipped: Path | None = None) -> None:
@@ -129,7 +130,7 @@ class Packs:
     ) -> ChoiceRecord | None:
         """Return the choice for exactly this key, made from exactly these configs.
 
-        Before it one of the same file that is pinned to a config whose digest is in `among`.
+        A choice in the same file comes first if it is pinned to a config with a digest in `among`.
         """
         for _, entries in self._of_kernel(key):
             found = [
@@ -144,12 +145,12 @@ class Packs:
         return None
 
     def of_key(self, key: TuningKey) -> Iterator[tuple[Path, ChoiceRecord]]:
-        """Yield the choices for exactly this key, of any list of configs, with their files."""
+        """Yield the choices for exactly this key, from any config list, with their files."""
         for path, entries in self._of_kernel(key):
             yield from ((path, e.choice) for e in entries if e.key.digest == key.digest)
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
-        """Return every choice for the key's kernel and device, of any toolchain."""
+        """Return all choices for the key's kernel and device, from any toolchain."""
         return [
             RelatedChoice(entry.key.toolchain, entry.key.call, entry.choice, pack=str(path))
             for path, entries in self._of_kernel(key)
@@ -215,10 +216,11 @@ def load(data: bytes) -> list[StoredChoice]:
 
 
 def checked(entry: StoredChoice) -> StoredChoice:
-    """Return a stored choice as a pack gives it back; raises `PackError` if no pack may have it.
+    """Return a stored choice as it would read back from a pack; raises `PackError` if no pack may
+    have it.
 
-    Facts about one machine, such as the kernel's file, are left out, and digits of the time that
-    carry no information. A choice that came out of a pack stays as it is.
+    Omits facts about one machine, such as the kernel's file, and insignificant digits of the time.
+    A choice from a pack stays unchanged.
     """
     if entry.source is not None:
         return entry
@@ -233,7 +235,7 @@ def checked(entry: StoredChoice) -> StoredChoice:
 
 
 def dump(entries: Iterable[StoredChoice]) -> str:
-    """Return the pack of these choices, all of one kernel and device; raises `PackError`."""
+    """Return the pack text of these choices, all for one kernel and device; raises `PackError`."""
     listed = [checked(entry) for entry in entries]
     packs = [schema.content(entry) for entry in listed]
     kernel = {"name": listed[0].key.kernel_name, "digest": listed[0].key.kernel_digest}
@@ -291,7 +293,7 @@ def _line(value: Any) -> str:
 
 
 def natural(call: dict[str, Any]) -> list[Any]:
-    """A total order in which 256 comes before 1024."""
+    """Return a sort key of a total order in which 256 comes before 1024."""
     pairs = [pair for name in CALL for pair in call[name]]
     return [*((str(name), _rank(value)) for name, value in pairs), ("", (9, encoding.dumps(call)))]
 

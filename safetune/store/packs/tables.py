@@ -1,7 +1,7 @@
-"""Tables of configs as vLLM, SGLang and Hugging Face kernels ship them.
+"""Tables of configs as shipped with vLLM, SGLang and Hugging Face kernels.
 
-One JSON file for each shape and device, such as `N=4096,K=4096,device_name=NVIDIA_L4.json`, has a
-config for each tuned M. A launch takes the row of the nearest M.
+A JSON file per shape and device, such as `N=4096,K=4096,device_name=NVIDIA_L4.json`, has a config
+for each tuned M. A launch uses the row with the nearest M.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ ROW = "M"
 
 
 class Kind(str, Enum):
-    """The projects with tables: they differ in paths, and in the distance between two M."""
+    """The projects with tables; they differ in paths, and in the distance between two values of
+    M.
+    """
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -43,7 +45,7 @@ class Kind(str, Enum):
 class Table:
     """One file. `parts` are those of its name, in order: (`N`, `4096`), (`device_name`, ...).
 
-    A part without a value is (its text, None). `extra` is what is not a row: vLLM's
+    A part without a value is (its text, None). `extra` has what is not a row: vLLM's
     `triton_version`.
     """
 
@@ -68,7 +70,7 @@ class Table:
         return json.dumps({**self.extra, **rows}, indent=4) + "\n"
 
     def nearest(self, size: int, kind: Kind) -> Any:
-        """Return the row that its readers would launch for this M."""
+        """Return the row that its project would launch for this M."""
         apart: Callable[[int], float] = lambda row: abs(row - size)  # noqa: E731
         if kind is Kind.HF:
             apart = lambda row: abs(math.log(size / row))  # noqa: E731
@@ -98,10 +100,10 @@ def read_table(path: Path) -> Table:
 def tables_of(
     entries: Iterable[StoredChoice], kind: Kind, names: Mapping[str, str]
 ) -> dict[str, Table]:
-    """Return the tables that choices make, by their path below a folder.
+    """Return the tables made from choices, by their path below a folder.
 
     Args:
-        names: for a name in the tables, the one in the kernel's key, where they differ.
+        names: from a name in the tables to the one in the kernel's key, if they differ.
 
     Raises:
         PackError: a choice has no M, or two have the same place.

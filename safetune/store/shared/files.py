@@ -1,10 +1,10 @@
-"""Shared stores that keep one immutable file, or one object, for each choice.
+"""Shared stores with one immutable file, or one object, per choice.
 
     ROOT/2/NAMESPACE/KEY[:2]/KERNEL.KEY.LIST.GENERATION.json    a directory
     ROOT/2/NAMESPACE/KERNEL.KEY.LIST.GENERATION.json            any other URL, through fsspec
 
-They have no lock that can be trusted, so they have no leases: the first record that is published
-wins, and the record that is read back counts.
+They have no reliable lock, so they have no leases: the first published record wins, and the record
+that is read back counts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _NotMounted(Exception):
 class RecordFiles(ABC):
     """Records as files, see `protocol.SharedStore`.
 
-    A subclass decides where they are, and how one is read and written.
+    A subclass decides where they are, and how to read and write one.
     """
 
     location: str
@@ -72,7 +72,7 @@ class RecordFiles(ABC):
 
     @property
     def identity(self) -> str:
-        """Return the location: no parameter or variable changes which store it is."""
+        """Return the location; no parameter or variable changes which store it is."""
         return self.location
 
     @property
@@ -121,7 +121,7 @@ class RecordFiles(ABC):
         return NoLease()
 
     def again(self) -> RecordFiles:
-        """Return this object: it keeps nothing between two calls."""
+        """Return this object, which keeps nothing between calls."""
         return self
 
     def close(self) -> None:  # noqa: B027 - a subclass need not override it
@@ -180,13 +180,13 @@ class RecordFiles(ABC):
 
 
 class Directory(RecordFiles):
-    """The records below a directory. The first writer makes it, but not the directory above it.
+    """The records below a directory. The first writer creates it, but not its parent.
 
     Made for NFS, Lustre and FUSE: no locks, no mmap, no rename over a valid file, and no directory
     is ever removed. A file is written under another name, synced, and linked to its own, which
-    fails where that exists. Where there are no hard links it is renamed if the name is free. A file
-    that is gone, stale or unreadable is a miss, as is anything else under a record's name: a
-    directory, a pipe, a link to itself.
+    fails if that exists. Without hard links, it is renamed if the name is free. A missing, stale or
+    unreadable file is a miss, as is anything else with a record's name: a directory, a pipe, a link
+    to itself.
     """
 
     def __init__(self, root: Path) -> None:
@@ -242,9 +242,9 @@ class Directory(RecordFiles):
 class Objects(RecordFiles):
     """The records below a path of an fsspec file system.
 
-    Written with `mode="create"`, a conditional put where the file system has one (S3's
-    If-None-Match; memory). Elsewhere, and where `mode` has no effect, it looks and then writes: if
-    two nodes write at the same moment the later one may win, and the next pull corrects the other.
+    Written with `mode="create"`, a conditional put on file systems that have one (S3's
+    If-None-Match; memory). On others, and if `mode` has no effect, it checks and then writes: if
+    two nodes write at the same moment, the later one may win, and the next pull corrects the other.
     """
 
     def __init__(self, url: str) -> None:
@@ -350,7 +350,7 @@ def _entries(directory: Path) -> list[str]:
 
 
 def give_name(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:
-    """Give a finished file its name; False where another file has it."""
+    """Give a finished file its name; False if another file has it."""
     try:
         link(temporary, path)
     except OSError as error:
@@ -373,6 +373,6 @@ def file_name(record: StoredChoice) -> str:
 
 
 def name_in(file: str) -> Name | None:
-    """Return the name of the record in a file of this name; None if it is not a record's file."""
+    """Return the record name in a file name; None if it is not a record's file."""
     match = _FILE.fullmatch(file)
     return Name(match[1], match[2], int(match[3])) if match else None

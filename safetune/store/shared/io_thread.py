@@ -1,8 +1,8 @@
 """A thread for I/O that may never return, and callers that stop waiting for it.
 
 Tasks run one at a time, in order. A caller waits as long as it likes; its task continues without
-it. A thread that never returns, such as one that reads from a dead NFS mount, is left as it is: it
-is a daemon. A forked child has neither the thread nor its tasks, and starts its own.
+it. A thread that never returns, for example from reading a dead NFS mount, is abandoned: it is a
+daemon. A forked child has neither the thread nor its tasks, and starts its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class IOThread:
-    """A queue of tasks and the thread that runs them, which starts with the first."""
+    """A queue of tasks and the thread that runs them, which starts with the first task."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,13 +28,13 @@ class IOThread:
         forks.register("shared store", after_in_child=self.start_over)
 
     def start_over(self) -> None:
-        """Forget the parent's thread and tasks, in a forked child."""
+        """In a forked child, forget the parent's thread and tasks."""
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.last: Future[Any] | None = None
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Queue a task; raises `RuntimeError` where no thread can start, as at the exit."""
+        """Queue a task; raises `RuntimeError` if no thread can start, as at exit."""
         task: Future[Result] = Future()
         with self._lock:
             if self._thread is None:

@@ -1,15 +1,15 @@
-"""The shared store as a run sees it: no launch waits long for it, whatever it does.
+"""The shared store from a run's view: no launch waits long for it, whatever it does.
 
-A `Puller` copies what other nodes have published into the local store, which is what a lookup
-reads; a process that may not write there keeps the copies in memory. Only who wants to tune a key,
-or has tuned one, asks the store itself, on a thread: two seconds for an answer, longer where a
-server has let this process in. If there is none, or the store fails, it is away for a minute: the
-run continues with the local store alone, and one warning says so. A choice that could not be
-published stays in the local store, and the next pull publishes it.
+A `Puller` copies other nodes' published choices into the local store, which lookups read; a process
+that may not write there keeps the copies in memory. Only a process that wants to tune a key, or has
+tuned one, asks the store itself, on a thread: it waits two seconds for an answer, longer if the
+server has accepted its connection. If the store fails or does not answer, it counts as away for a
+minute: the run continues with the local store alone, and one warning says so. A choice that could
+not be published stays in the local store, and the next pull publishes it.
 
-A server that says that it cannot answer now is asked again. The caller of `claim` does that, which
-has other processes to wait for, too; `publish` does it here. After `SAFETUNE_WAIT` seconds of that
-the store is away as above.
+A server that says that it cannot answer now is asked again: by the caller of `claim`, which also
+waits for other processes, and by `publish` itself. After `SAFETUNE_WAIT` seconds of that, the store
+counts as away.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class SharedLayer:
 
     @property
     def is_on(self) -> bool:
-        """Whether the store is asked now."""
+        """Whether the store is in use now."""
         is_stuck = self._stuck is not None and not self._stuck.done()
         return self._clock() >= self._away_until and not is_stuck
 
@@ -136,7 +136,7 @@ class SharedLayer:
         self._puller(space).after_first(work)
 
     def pull(self, space: str) -> None:
-        """Bring the local store up to date with a namespace, waiting two seconds at most."""
+        """Update the local store from a namespace, waiting at most two seconds."""
         if self.is_on:
             self._puller(space).pull_now()
 
@@ -146,9 +146,9 @@ class SharedLayer:
         return stored.choice if stored else None
 
     def claim(self, space: str, key: str, declared: str, force: bool) -> Claim:
-        """Ask for the right to tune a key, which every node has where the store does not answer.
+        """Ask for the right to tune a key; if the store does not answer, every node has it.
 
-        Looks once more for the choice of another node. The claim says where it is to be made again.
+        First looks again for another node's choice. The claim says if it must be repeated.
         """
         try:
             claim = self._ask(
@@ -166,7 +166,7 @@ class SharedLayer:
         return claim
 
     def release(self, lease: Lease) -> None:
-        """Free a lease, without waiting for that."""
+        """Free a lease, without waiting for the result."""
         if not isinstance(lease, NoLease):
             with contextlib.suppress(RuntimeError):
                 self._asks.submit(lambda: _logged(lease.release))
@@ -174,7 +174,7 @@ class SharedLayer:
     def publish(self, space: str, stored: StoredChoice) -> StoredChoice:
         """Publish a choice, and return the one that all nodes use: the first of its name.
 
-        That is `stored` itself where no answer comes in time; it is published later.
+        That is `stored` itself if no answer comes in time; it is published later.
         """
         if not self._may_write:
             return stored
@@ -192,7 +192,7 @@ class SharedLayer:
         return stored
 
     def flush(self) -> None:
-        """Wait for two seconds at most until all is asked and released."""
+        """Wait at most two seconds for pending requests and releases."""
         if (last := self._asks.last) is not None and self.is_on:
             wait([last], ANSWER_S)
 

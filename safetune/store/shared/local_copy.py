@@ -1,8 +1,8 @@
 """Copies of shared choices in the local database, and this node's own choices for the others.
 
-A choice that another node published replaces the one of the same generation here: all nodes launch
-the first that was published. A node publishes what it has measured itself, except what it measured
-beside its program's own work, or on random inputs.
+Another node's published choice replaces the local one of the same generation, because all nodes
+launch the choice that was published first. A node publishes its own measurements, except those
+taken beside its program's work or on random inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRIALS = (
 
 
 def is_sound(stored: StoredChoice) -> bool:
-    """Whether a choice can be encoded as a record; logs why not."""
+    """Whether a choice can be encoded as a record; logs the reason if not."""
     try:
         encode(stored)
     except StoreError as error:
@@ -46,7 +46,7 @@ def is_sound(stored: StoredChoice) -> bool:
 
 
 def copy_all(connection: Connection, store: SharedStore) -> None:
-    """Copy all records of a store, of every device and toolchain; raises `StoreError`."""
+    """Copy all records of a store, for all devices and toolchains; raises `StoreError`."""
     for space in store.namespaces():
         missing = store.names(space) - copied(connection, space, store.identity)
         records = [record for record in store.pull(space, missing) if not record.unknown]
@@ -55,16 +55,16 @@ def copy_all(connection: Connection, store: SharedStore) -> None:
 
 
 def copied(connection: Connection, space: str, origin: str) -> set[Name]:
-    """Return the names of the records that are here as they are in one shared store.
+    """Return the names of the records whose local copy is identical to one shared store's.
 
-    They need not be read again, as a record never changes. What was tuned here, imported, or copied
-    from another shared store is not among them: the record of that name is to replace it.
+    They need no rereading, because a record never changes. Excludes choices tuned here, imported,
+    or copied from another shared store: the record of that name must replace them.
     """
     return _names(connection, _COPIED, space, origin, f"{OWN}{origin}")
 
 
 def own(connection: Connection, space: str) -> set[Name]:
-    """Return the names of this node's own choices in a namespace, the newest of each list."""
+    """Return the names of this node's own choices in a namespace, the newest per list."""
     return _names(connection, _OWN, space)
 
 
@@ -74,11 +74,10 @@ def adopt(
     wait_s: float | None = None,
     origin: str = "",
 ) -> None:
-    """Write choices that were made elsewhere, in one transaction; raises `StoreError`.
+    """Write choices made elsewhere, in one transaction; raises `StoreError`.
 
     Args:
-        origin: the shared store that they are the records of, after `OWN` where this node made
-            them.
+        origin: the shared store whose records they are, after `OWN` if this node made them.
     """
     sealed = [(KEY.seal(each.key), CHOICE.seal(each.choice)) for each in stored]
     with connection.transaction(wait_s) as sqlite:
@@ -88,9 +87,9 @@ def adopt(
 
 
 def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoice]:
-    """Return those choices of this node that other nodes may use.
+    """Return this node's choices with these names that other nodes may use.
 
-    Empty where the database cannot be read.
+    Empty if the database cannot be read.
     """
     found = []
     try:

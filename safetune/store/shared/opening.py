@@ -1,6 +1,6 @@
 """Opens the shared store of a URL.
 
-A kind's package is imported here, so that a run without a shared store imports none.
+Each kind's package is imported here, so that a run without a shared store imports none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_shared(url: str) -> SharedStore:
-    """Return the store that a URL names, which does not connect yet.
+    """Return the store that a URL names, not yet connected.
 
     Raises `InvalidSetting` if a package is missing, or if fsspec does not know the scheme.
     """

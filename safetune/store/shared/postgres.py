@@ -1,9 +1,9 @@
 """A shared store in PostgreSQL: two tables in the schema `safetune`, and leases between nodes.
 
 A connection is open for one task only, some milliseconds, and never while a node tunes. A server
-that has none left, or that drops one, is to be asked again (`protocol.TryLater`). TLS and every
-other option of a connection is libpq's: in the URL, in PG* variables, in ~/.pgpass. The first
-writer makes the tables, under an advisory lock; a reader never makes any.
+with no free connection, or that drops one, should be asked again (`protocol.TryLater`). TLS and all
+other connection options are libpq's: in the URL, in PG* variables, in ~/.pgpass. The first writer
+creates the tables, under an advisory lock; a reader never does.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Postgres:
 
     @property
     def identity(self) -> str:
-        """Return the server and the database, also where a parameter or a variable names them."""
+        """Return the server and the database, even if a parameter or a variable names them."""
         found: dict[str, Any] = {
             option.keyword.decode(): option.val and option.val.decode()
             for option in Conninfo.get_defaults()
@@ -205,7 +205,7 @@ class Postgres:
         return Postgres(self._url, self._lease_s, self._connect_for_s)
 
     def close(self) -> None:
-        """Close the connection, until the next use."""
+        """Close the connection until the next use."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
@@ -213,7 +213,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[psycopg.Connection[Any]]:
-        """A connection in a transaction, with the tables made."""
+        """Yield a connection in a transaction, with the tables created."""
         with self._transaction("write to") as connection:
             if not _has_tables(connection):
                 _make_tables(connection)
@@ -242,7 +242,7 @@ class Postgres:
 
 
 class PostgresLease:
-    """A row that says which node tunes a key. For one thread at a time, whichever it is."""
+    """A row that says which node tunes a key. For any one thread at a time."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Connects to a PostgreSQL server, and recognises one that cannot answer now.
 
-The caller asks again later if the server has no free connection or is starting. A server that does
-not answer is tried for a while here, because it may be restarting. A refusal is final: each further
-wrong password may lock an account.
+If the server has no free connection or is starting, the caller asks again later. If it does not
+answer, this module retries for a while, because it may be restarting. A refusal is final: another
+wrong password may lock the account.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PAUSES_S = (0.1, 0.3)
 def connect(
     url: str, for_s: float = CONNECT_FOR_S, clock: Callable[[], float] = time.monotonic
 ) -> psycopg.Connection[Any]:
-    """Connect; where nothing answers, try again for `for_s` seconds."""
+    """Connect; if nothing answers, retry for `for_s` seconds."""
     given = {*conninfo_to_dict(url)}
     # What a PG* variable or a service file sets.
     given |= {o.keyword.decode() for o in Conninfo.get_defaults() if o.val != o.compiled}
@@ -62,7 +62,7 @@ def connect(
 
 
 def is_for_now(error: BaseException) -> bool:
-    """Whether a server says that it cannot answer now, and may do so later."""
+    """Whether a server says that it cannot answer now but may do so later."""
     return isinstance(error, psycopg.OperationalError) and _LATER.search(str(error)) is not None
 
 

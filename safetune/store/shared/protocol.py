@@ -1,10 +1,10 @@
 """Shared by several nodes: records, their names, and the interface of their store.
 
 A record is a pack of one choice (`schema`) as canonical JSON, with a checksum, and never changes
-once it is written. It counts only where the checksum matches and every field is right, and then it
-can only select a config that the decorator declares. The checksum is against broken copies, not
-against writers. A back end does plain, blocking I/O and raises; `layer` calls it from a thread of
-its own, so that a run never waits long for it.
+after it is written. It counts only if the checksum matches and every field is valid, and even then
+it can only select a config that the decorator declares. The checksum protects against broken
+copies, not against writers. A back end does plain, blocking I/O and raises; `layer` calls it from a
+separate thread, so that a run never waits long for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BYTES = 64 << 10
 
 
 class Name(NamedTuple):
-    """The name of a record. There is one record of a name, the first."""
+    """The name of a record. Each name has one record, the first."""
 
     key: str
     declared: str
@@ -46,7 +46,7 @@ def space_of(key: TuningKey) -> str:
 
 
 def encode(stored: StoredChoice) -> str:
-    """Return a choice as text, a decoded one as the same text again; raises `RecordError`."""
+    """Return a choice as text; a decoded choice gives the same text again. Raises `RecordError`."""
     content = schema.content(stored)
     try:
         text = encoding.dumps({**content, "checksum": encoding.digest(content)})
@@ -82,15 +82,15 @@ def decoded(text: str | bytes, space: str, name: Name | None = None) -> StoredCh
 
 
 class Unwritable(StoreError):
-    """The shared store can be read, and not be written: read-only, or full."""
+    """The shared store can be read but not written: read-only, or full."""
 
 
 class TryLater(StoreError):
-    """The shared store is there, and cannot answer now: all its connections are in use, say."""
+    """The shared store exists but cannot answer now, for example with all connections in use."""
 
 
 class Lease(Protocol):
-    """The right of one node to tune a key, until it is released or expires."""
+    """One node's right to tune a key, until it is released or expires."""
 
     #: It must be renewed within this many seconds.
     expires_after_s: float
@@ -99,11 +99,11 @@ class Lease(Protocol):
         """Extend it; False if another node has it by now."""
 
     def release(self) -> None:
-        """Let another node have it."""
+        """Release it, so that another node can take it."""
 
 
 class NoLease:
-    """The lease of a store that has none: every node gets one, and may tune at the same time."""
+    """The lease of a store without leases: every node gets one, and several may tune at once."""
 
     expires_after_s = float("inf")
 
@@ -116,9 +116,9 @@ class NoLease:
 
 
 class Claim(NamedTuple):
-    """The right to tune a key, or the choice of another node; neither while another tunes it.
+    """The right to tune a key, or another node's choice; neither while another node tunes it.
 
-    Neither, too, where the store is to be asked later, which `later` then says.
+    Also neither if the store must be asked later, as `later` says.
     """
 
     lease: Lease | None = None
@@ -129,9 +129,9 @@ class Claim(NamedTuple):
 class SharedStore(Protocol):
     """Choices of many nodes. The first valid record of a name is the choice.
 
-    Every method may block, and raises `StoreError`: `TryLater` where it is only to be asked again;
-    `publish` and `lease` raise `Unwritable` where the store can only be read. Anything stored that
-    is not a valid record is treated as absent.
+    Every method may block, and raises `StoreError`: `TryLater` if the store should only be asked
+    again. `publish` and `lease` raise `Unwritable` if the store is read-only. Stored data that is
+    not a valid record is treated as absent.
     """
 
     #: Its URL for messages, without a password.
@@ -139,20 +139,22 @@ class SharedStore(Protocol):
 
     @property
     def identity(self) -> str:
-        """Return a text that no other store has; without a password."""
+        """Return a text unique to this store, without a password."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether it has let this object in, and so is there, however long it takes to answer."""
+        """Whether the store has accepted this object's connection, and so exists, however slowly it
+        answers.
+        """
 
     def again(self) -> SharedStore:
-        """Return an object for the same store that another thread may use."""
+        """Return an object for the same store, for use in another thread."""
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace."""
 
     def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records of these names, in any order."""
+        """Yield the records with these names, in any order."""
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation for a key and a config list."""
@@ -161,7 +163,7 @@ class SharedStore(Protocol):
         """Return the namespaces that have records. For commands: a run knows its own."""
 
     def forget(self, namespace: str, names: Set[Name]) -> None:
-        """Delete the records of these names."""
+        """Delete the records with these names."""
 
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
         """Write records, none over a valid one; return the records stored under their names."""
@@ -169,9 +171,9 @@ class SharedStore(Protocol):
     def lease(self, key: str, node: str) -> Lease | None:
         """Take the lease of a key; None while another node has it.
 
-        A node that has it already gets it again: its process that had it has ended, as only the
-        process that holds the key's lock asks.
+        A node that already has it gets it again: only the holder of the key's lock asks, so the
+        node's earlier holder has ended.
         """
 
     def close(self) -> None:
-        """Close everything that it keeps open between calls."""
+        """Close everything kept open between calls."""

@@ -1,9 +1,9 @@
 """Pulls a namespace of a shared store when a process first needs it, and then every few seconds.
 
-One process of a node does that at a time, into the database that all of them read: it holds a lock
-beside the database for as long as it lives, and another process takes over when it ends. It holds a
-second lock until its first pull is complete, which is how the others know. A process that has no
-locks, or that may not write to the database, pulls for itself.
+One process per node pulls at a time, into the database that all of them read. It holds a lock
+beside the database as long as it lives, and another process takes over when it ends. It holds a
+second lock until its first pull is complete, which tells the others. A process that has no locks,
+or may not write to the database, pulls for itself.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Puller:
         return self._complete.is_set()
 
     def wait(self) -> bool:
-        """Wait for the first pull, until two seconds after its start; return whether it ended."""
+        """Wait for the first pull until two seconds after its start; return whether it ended."""
         return self._ended.wait(max(0.0, self._until - time.monotonic()))
 
     def pull_now(self) -> None:
-        """Pull, whichever process of the node does that, and wait for it for two seconds."""
+        """Pull, in whichever process of the node does so, and wait at most two seconds for it."""
         done = threading.Event()
         with self._changing:
             self._waiting.append(done)
@@ -77,7 +77,7 @@ class Puller:
         done.wait(FIRST_S)
 
     def after_first(self, work: Callable[[], object]) -> None:
-        """Call `work` once the first pull is complete: at once if it is."""
+        """Call `work` once the first pull is complete; immediately if it already is."""
         with self._changing:
             if not self.is_complete:
                 self._after.add(work)
@@ -85,7 +85,7 @@ class Puller:
         work()
 
     def stop(self) -> None:
-        """Pull no more, and let another process pull."""
+        """Stop pulling, and let another process pull."""
         self._is_stopped = True
         self._wake.set()
 
