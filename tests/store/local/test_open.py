@@ -275,7 +275,7 @@ def test_a_database_is_kept_that_is_moved_aside_after_the_clock_was_set_back(tmp
             monkeypatch.setattr("time.time_ns", lambda: 10**18)
         with pytest.warns(UserWarning, match="renamed it to") as caught:
             Store.open(tmp_path).close()
-        named.append(str(caught[0].message).partition("renamed to ")[2].partition(" and ")[0])
+        named.append(str(caught[0].message).partition("renamed it to ")[2].partition(" and ")[0])
     assert [str(path) for path in db_files.moved(tmp_path / "safetune.db")] == named[-1:]
 
 
