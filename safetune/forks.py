@@ -120,4 +120,4 @@ def _run(event: str) -> None:
         try:
             hook()
         except Exception:
-            logger.exception("%r failed around a fork or at exit", hook)
+            logger.exception("%r failed at a fork or at exit", hook)

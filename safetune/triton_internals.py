@@ -66,8 +66,8 @@ def warn_if_newer() -> None:
         newest = ".".join(map(str, NEWEST))
         warn(
             f"Triton {'.'.join(map(str, version()))} is newer than {newest}, the newest "
-            "that this safetune knows: kernels are launched by Triton's own path, which takes "
-            "longer; all else is as usual. Update safetune, or install an older Triton",
+            "that this safetune supports: kernels launch through Triton's own path, which is "
+            "slower; all else works as usual. Update safetune, or install an older Triton",
             SafetuneWarning,
         )
 

@@ -91,7 +91,7 @@ def load() -> Driver:
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
-        raise BackendError(f"the CUDA driver's library cannot be loaded ({error})") from error
+        raise BackendError(f"cannot load the CUDA driver library ({error})") from error
 
 
 def may_start() -> bool:

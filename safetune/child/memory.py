@@ -42,7 +42,7 @@ def mapped(device: str, fd: int, size: int) -> Any:
     try:
         return bytes_on(device).mapped(fd, size)
     except BackendError as error:
-        raise HandOverFailed(f"memory of {device} could not be shared: {error}") from error
+        raise HandOverFailed(f"cannot share memory of {device}: {error}") from error
     finally:
         os.close(fd)
 

@@ -123,8 +123,8 @@ def values_of(call: Call, parameter: str, arguments: Mapping[str, Any]) -> dict[
         raise InvalidSetting(f"{what} returned {returned!r:.80}, not values by argument name")
     if unknown := [name for name in returned if name not in arguments]:
         raise InvalidSetting(
-            f"{what} returned a value for {with_nearest(unknown, arguments)}, and the call passes "
-            f"no such argument; it passes {', '.join(arguments)}"
+            f"{what} returned a value for {with_nearest(unknown, arguments)}, which the call does "
+            f"not pass; it passes {', '.join(arguments)}"
         )
     return dict(returned)
 
@@ -158,7 +158,7 @@ def _check_kind(what: str, name: str, expected: Absent, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         got = f"{value.dtype} tensor on {value.device.type}"
     if got != wanted:
-        raise InvalidSetting(f"{what} returned a {got} for {name}, which is a {wanted}")
+        raise InvalidSetting(f"{what} returned a {got} for {name}, not a {wanted}")
 
 
 def _has_meta(value: Any) -> bool:

@@ -85,9 +85,7 @@ def clear(
     if kernel is None and unused_s is None and not failures:
         raise click.UsageError("Give a KERNEL, or --unused-for TIME for the keys of all kernels.")
     if failures and shared:
-        raise click.UsageError(
-            "--failures and --shared exclude each other: only choices are shared."
-        )
+        raise click.UsageError("Give --failures or --shared, not both: only choices are shared.")
     store = stored.open_store()
     before = math.inf if unused_s is None else time.time() - unused_s
     dated = _dated(store, kernel)
@@ -149,7 +147,7 @@ def _left_shared(keys: Sequence[_Dated]) -> int:
         with contextlib.closing(shared):
             return len({name.key for _, names in _named(shared, keys) for name in names})
     except StoreError as error:
-        echo(f"Warning: the shared store may still have them: {describe(error)}", err=True)
+        echo(f"Warning: the shared store may still hold them: {describe(error)}", err=True)
         return 0
 
 
@@ -162,7 +160,7 @@ def _ask(kernel: str | None, keys: Sequence[_Dated]) -> None:
     lines = [f"{name}, {file}: {_summary(group)}" for (name, file), group in groups.items()]
     if kernel is not None and len(groups) > 1:
         raise TargetError(
-            f"kernels of {len(groups)} files are named {kernel}: {'; '.join(lines)}. Choose one "
+            f"{len(groups)} files have a kernel named {kernel}: {'; '.join(lines)}. Choose one "
             "with --file, or give --yes to delete all of them"
         )
     if wants_json() or not (sys.stdin.isatty() and sys.stdout.isatty()):

@@ -136,7 +136,7 @@ class Sweep:
 
 def end_process(seconds: float) -> None:
     """End this process, because a call does not return; other workers take its keys."""
-    echo(f"Error: nothing has happened for {seconds:.0f} s; this process ends", err=True)
+    echo(f"Error: no progress for {seconds:.0f} s; exiting", err=True)
     os._exit(2)
 
 

@@ -59,11 +59,11 @@ def export(
     """
     if failures is not None:
         if path is not None or into is not None or kind != tables.PACK:
-            raise click.UsageError("--failures FILE stands alone: it needs no DIR and no --format.")
+            raise click.UsageError("--failures FILE cannot be combined with DIR or --format.")
         _write_failures(failures, only)
     elif into is not None:
         if path is not None or kind != tables.PACK:
-            raise click.UsageError("--into PACK stands alone: it needs neither DIR nor --format.")
+            raise click.UsageError("--into PACK cannot be combined with DIR or --format.")
         there = [into] if into.exists() else []
         _write(_packs_of(_merged(there, _stored()), only, into))
     elif path is None:
@@ -141,7 +141,7 @@ def _merged(paths: Iterable[Path], stored: Iterable[StoredChoice] = ()) -> list[
 def _reported(collected: Collected) -> list[StoredChoice]:
     """Return the collected choices; print a warning for each omitted one."""
     for line in collected.left_out:
-        echo(f"Warning: left out: {line}", err=True)
+        echo(f"Warning: skipped: {line}", err=True)
     return collected.entries
 
 
@@ -156,8 +156,8 @@ def _packs_of(
     if path.suffix == ".json" and not path.is_dir():
         if len(packs) > 1:
             raise TargetError(
-                f"{path} is one file, and there are {len(packs)} kernels and devices: name a "
-                f"directory, or choose with --kernel and --device among {', '.join(packs)}"
+                f"{path} is one file, but {len(packs)} packs would be written: give a directory, "
+                f"or choose with --kernel and --device one of {', '.join(packs)}"
             )
         packs = {"": next(iter(packs.values()))}
     return {path / name: (dump(pack), len(pack)) for name, pack in packs.items()}

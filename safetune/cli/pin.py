@@ -106,7 +106,7 @@ def _values(record: Mapping[str, Any]) -> dict[str, str]:
 def _only(kernel: str, configs: Configs, wanted: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the one config with some values, and its digest; raises `TargetError`."""
     if not configs:
-        raise TargetError(f"no config of {kernel} was tried here: tune one of its keys first")
+        raise TargetError(f"no config of {kernel} has been tried: tune one of its keys first")
     found = _matching(configs, wanted)
     if len(found) == 1:
         return next(iter(found.items()))
@@ -114,20 +114,21 @@ def _only(kernel: str, configs: Configs, wanted: Mapping[str, str]) -> tuple[str
     names = list(dict.fromkeys(name for each in values for name in each))
     if unknown := [name for name in wanted if name not in names]:
         raise TargetError(
-            f"the configs of {kernel} have no {with_nearest(unknown, names)}; they have "
+            f"the configs of {kernel} do not set {with_nearest(unknown, names)}; they set "
             f"{', '.join(names)}"
         )
     if found:
         listed = "; ".join(map(config_words, found.values()))
         raise TargetError(
-            f"{len(found)} configs of {kernel} have these values, name more: {listed}"
+            f"{len(found)} configs of {kernel} have these values; give more values to select one "
+            f"of: {listed}"
         )
     for name, value in wanted.items():
         known = list(dict.fromkeys(each[name] for each in values if name in each))
         if value not in known:
             raise TargetError(
-                f"no config of {kernel} has {name}={value}; {name} is {', '.join(known)}. Another "
-                "one must be declared, and tried once, before it can be pinned"
+                f"no config of {kernel} has {name}={value}; {name} is {', '.join(known)}. To pin "
+                "another value, first declare a config that sets it and tune"
             )
     raise TargetError(
         f"no config of {kernel} has all of these values; `safetune show {kernel} --all` lists them"

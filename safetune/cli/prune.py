@@ -28,7 +28,7 @@ def _share(_: click.Context, __: click.Parameter, text: str) -> float:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         if 0 <= share < 1:
             return share
-    raise click.BadParameter(f"{text!r} is not a share; give e.g. 1% or 0.01")
+    raise click.BadParameter(f"{text!r} is not a fraction; give e.g. 1% or 0.01")
 
 
 @command(
@@ -112,7 +112,7 @@ def _kernel(target: str, stored: Sequence[str]) -> OfflineKernel | None:
     if len(kernels) > 1:
         names = ", ".join(kernel.name for kernel in kernels)
         raise TargetError(
-            f"{target} has {len(kernels)} kernels: name one, as {target}:NAME: {names}"
+            f"{target} has {len(kernels)} kernels; give {target}:NAME, one of {names}"
         )
     return kernels[0]
 
@@ -124,7 +124,7 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
     records = {config_digest(config): config_record(config) for config in kernel.tuner.configs}
     if lacking := len(stored.keys() - records.keys()):
         echo(
-            f"Warning: on this machine the list lacks {counted(lacking, 'config')} with trials: if "
+            f"Warning: the list on this machine lacks {counted(lacking, 'config')} with trials; if "
             "it depends on the device, run this on a machine that has one",
             err=True,
         )

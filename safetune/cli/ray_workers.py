@@ -29,7 +29,7 @@ def tune_on_ray(
     """
     if not Settings.current().shared:
         raise InvalidSetting(
-            "--ray needs SAFETUNE_SHARED, a store that all nodes of the cluster reach: "
+            "--ray needs SAFETUNE_SHARED, the URL of a store that all nodes can reach: "
             "file:///directory or postgresql://host/database"
         )
     try:
@@ -113,7 +113,7 @@ class _RayWorker:
         try:
             node = ray.get(self._actor.node.remote(), timeout=_START_S)
         except ray.exceptions.RayError as error:
-            raise DroppedOut(f"Ray has not started its actor: {error}") from error
+            raise DroppedOut(f"Ray did not start its actor: {error}") from error
         number = next(self._places[node]) + 1
         worker = f"--worker={number}/{max(number, self._sizes.get(node, 1))}"
         variables = {n: v for n, v in os.environ.items() if n.startswith(("SAFETUNE_", "TRITON_"))}
@@ -142,6 +142,6 @@ class _RayWorker:
             for event in told.remote(*arguments):
                 yield ray.get(event)
         except ray.exceptions.RayActorError as error:
-            raise DroppedOut("its actor ended, or its node did") from error
+            raise DroppedOut("its actor or its node died") from error
         except ray.exceptions.RayTaskError as error:
             raise DroppedOut(str(error.cause)) from error

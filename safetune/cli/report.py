@@ -123,8 +123,8 @@ class Report:
         """Raise `SafetuneError` if no worker could begin a tuning."""
         if words := [" ".join(map(told.__getitem__, OF_TITLE)) for told in self.not_begun]:
             raise SafetuneError(
-                f"{counted(len(words), 'tuning')} could not begin, for the reasons above: "
-                f"{', '.join(words)}; the rest of the list is done and stored"
+                f"{counted(len(words), 'tuning')} could not start, for the reasons above: "
+                f"{', '.join(words)}; all others are done and stored"
             )
 
     def _add(

@@ -151,7 +151,7 @@ def check_some(kernel: str, store: Store, matching: Sequence[object]) -> None:
         return
     names = store.kernels()
     if kernel in names:
-        raise TargetError(f"no key of {kernel} matches these options; `safetune show {kernel}`")
+        raise TargetError(f"no key of {kernel} matches these options; see `safetune show {kernel}`")
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     listed = ", ".join(names[:_MOST_NAMES]) + more
     known = f"stored kernels: {listed}" if names else "the store is empty"

@@ -59,7 +59,7 @@ def read(
 ) -> list[StoredChoice]:
     """Return the choices of other projects' files for the stored keys of TARGET's kernels."""
     if target is None:
-        raise click.UsageError(f"--format {kind} needs --target, the kernels of the choices.")
+        raise click.UsageError(f"--format {kind} needs --target, the kernels that get the choices.")
     from safetune.cli import targets
     from safetune.offline import foreign
     from safetune.store.packs import tables
@@ -73,11 +73,11 @@ def read(
         offered = foreign.from_tables(kernel, keys, read_tables, tables.Kind(kind), names)
         found += offered.entries
         for line in offered.left_out:
-            echo(f"Warning: left out: {line}", err=True)
+            echo(f"Warning: skipped: {line}", err=True)
     if not found:
         raise TargetError(
-            f"no stored key of {target} gets a choice; run the program with "
-            "SAFETUNE_MODE=record first, which stores its keys"
+            f"no choice fits a stored key of {target}; to store its keys, run the program with "
+            "SAFETUNE_MODE=record first"
         )
     return found
 

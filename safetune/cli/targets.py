@@ -61,7 +61,7 @@ def check_wanted(
         raise click.UsageError("Missing argument 'TARGET...'.")
     if recorded and (shape or dtype):
         raise click.UsageError(
-            "--shape and --dtype choose workloads; with --recorded there are no workloads."
+            "--shape and --dtype select workloads; do not combine them with --recorded."
         )
 
 
@@ -96,7 +96,7 @@ def recorded(store: Store, target: Sequence[str]) -> tuple[list[RecordedCall], l
     _tell_left(left)
     if found := [call for call in calls if call not in left]:
         return found, named.kernels
-    raise TargetError("no such call is recorded; run the program with SAFETUNE_MODE=record")
+    raise TargetError("no recorded call matches; run the program with SAFETUNE_MODE=record")
 
 
 def _is_of(call: RecordedCall, file: str, named: Named) -> bool:
@@ -195,7 +195,7 @@ def devices_of(text: str) -> dict[str, dict[str, str]]:
         return {f"process {number}": {} for number in (numbers if text != "all" else "0")}
     names = _visible_gpus()
     if not names:
-        raise NoDevice(f"--devices {text} needs a GPU, and torch finds none")
+        raise NoDevice(f"--devices {text} needs a GPU, but torch finds none")
     if text == "all":
         numbers = [str(number) for number in range(len(names))]
     if missing := [number for number in numbers if int(number) >= len(names)]:
@@ -239,7 +239,7 @@ def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
             f"--device {device!r} is not a torch device; try cuda, cuda:1 or cpu"
         ) from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise NoDevice(f"--device {device!r} needs a GPU, and torch finds none")
+        raise NoDevice(f"--device {device!r} needs a GPU, but torch finds none")
 
 
 def check_shapes(shapes: Iterable[str], names: Sequence[str]) -> None:
@@ -260,8 +260,8 @@ def _kernels_of(
     if found:
         return list({id(kernel.tuner): kernel for kernel in found}.values())
     raise TargetError(
-        f"{source} has no kernel decorated with @safetune; name a module that has one. Those "
-        "under triton.autotune are tuned by recorded calls: safetune run, and tune --recorded"
+        f"{source} has no kernel decorated with @safetune; name a module that has one. For "
+        "kernels under triton.autotune, use `safetune run`, then `safetune tune --recorded`"
     )
 
 

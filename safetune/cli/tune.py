@@ -147,9 +147,9 @@ def _check(options: SimpleNamespace) -> None:
     if options.top is not None and not options.recorded:
         raise click.UsageError("--top needs --recorded.")
     if options.device and options.devices:
-        raise click.UsageError("--device names one GPU and --devices several: give one.")
+        raise click.UsageError("Give --device or --devices, not both.")
     if options.ray and (options.device or options.devices or options.shard):
-        raise click.UsageError("With --ray, Ray places the work: give no device and no shard.")
+        raise click.UsageError("Give no device and no shard with --ray: Ray places the work.")
 
 
 def _asked_for(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned]:
@@ -181,7 +181,7 @@ def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> lis
     ]
     if not names:
         listed = ", ".join(kernel.name for kernel in kernels)
-        raise TargetError(f"the workloads of {listed} yield nothing")
+        raise TargetError(f"the workload functions of {listed} yield nothing")
     targets.check_shapes(options.shape, names)
     return sketches
 
@@ -333,4 +333,4 @@ def _check_written() -> None:
     if store.lost is not None:
         raise store.lost
     if store.path is None and store.shared is None:
-        raise StoreError("no outcome is stored: the store cannot be opened")
+        raise StoreError("no outcomes were stored: cannot open the store")

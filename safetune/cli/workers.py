@@ -129,15 +129,15 @@ def gather(workers: Sequence[Worker]) -> Iterator[tuple[str, Event]]:
         finished += event is None
         if event is not None:
             worker.stop()
-            then = "the others take its work" if running or finished else "no device is left"
-            echo(f"Warning: {worker.name} drops out: {event}; {then}", err=True)
+            then = "the others take over its work" if running or finished else "no device is left"
+            echo(f"Warning: {worker.name} dropped out: {event}; {then}", err=True)
             yield worker.name, {"dropped": str(event)}
     if not finished or keys.left:
         what = "no device finished the list"
         if finished:
-            what = f"no other device tunes {counted(keys.left, 'key')} of one that dropped out"
+            what = f"a device dropped out and left {counted(keys.left, 'key')} untuned"
         raise DroppedOut(
-            f"{what}, for the reasons above; finished tunings are stored: run the command again"
+            f"{what}, for the reasons above; finished tunings are stored, so run the command again"
         )
 
 

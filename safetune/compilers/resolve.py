@@ -152,7 +152,7 @@ def resolve(
     if not hasattr(kernel, "key_report"):
         raise InvalidSetting(f"{kernel!r} cannot be resolved: put @safetune(...) above its kernel")
     if twice := values.keys() & {*kernel.arg_names[: len(args)]}:
-        raise InvalidSetting(f"{kernel.base_fn.__name__} gets {min(twice)} by position and by name")
+        raise InvalidSetting(f"{kernel.base_fn.__name__} got {min(twice)} by position and by name")
     if grid is not None:
         grid = checked_grid(grid)
     if not (device is None or (type(device) is int and device >= 0)):
@@ -243,7 +243,7 @@ def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) ->
             first = None if error.transient else failures.first_config(request, error)
             if first is None:
                 raise
-            warn_once(f"the first config is resolved all the same: {error}", TuningWarning)
+            warn_once(f"using the first config anyway: {error}", TuningWarning)
             return first, "fallback"
     reporting.tell_result(request, result)
     return result.choice, "tuned"

@@ -165,8 +165,8 @@ def check(number: str, launched: bool) -> None:
     name = _tuners[number].base_fn.__name__
     if not launched:
         raise TracingError(
-            f"{name} was pruned outside a launch, as jax-triton does with a tuner: it would get "
-            "every config. Call safetune.integrations.jax.triton_call, or resolve the kernel first"
+            f"configs of {name} were pruned outside a launch, as by jax-triton, which would get "
+            "all of them. Call safetune.integrations.jax.triton_call, or resolve the kernel first"
         )
     refuse_vmap(name)
 

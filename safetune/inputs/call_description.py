@@ -298,7 +298,7 @@ def _decode(value: Any, tensors: Sequence[torch.Tensor], main: dict[str, Any]) -
 def _class_at(place: str, main: dict[str, Any], base: type) -> type:
     found = _at(place, main)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise LookupError(f"{place} is another class now")
+        raise LookupError(f"{place} is now a different class")
     return found
 
 
@@ -315,7 +315,7 @@ def _made(cls: Any, items: dict[str, Any]) -> Any:
     if names is None and is_dataclass(cls):
         names = [field.name for field in fields(cls)]
     if names is None or {*names} != items.keys():
-        raise LookupError(f"{cls.__module__}:{cls.__qualname__} has other fields now")
+        raise LookupError(f"{cls.__module__}:{cls.__qualname__} now has different fields")
     if issubclass(cls, tuple):
         return tuple.__new__(cls, [items[name] for name in names])
     made = object.__new__(cls)

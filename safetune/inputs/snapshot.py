@@ -237,8 +237,8 @@ def check_pinned(
     of = {o for t, o in zip(tensors, owners, strict=True) if _block(t, merged) in pinned}
     why = f"SAFETUNE_COPY_LIMIT of {limit:,}" if limit < free else f"half of the {2 * free:,} free"
     raise TooMuchPinned(
-        f"{', '.join(sorted(filter(None, of))) or 'a hook'}: {size:,} bytes of pinned host memory "
-        f"are more than a tuning process pins for its copy ({why} bytes)"
+        f"{', '.join(sorted(filter(None, of))) or 'a hook'}: a copy of {size:,} bytes of pinned "
+        f"host memory is over the limit of a tuning process ({why} bytes)"
     )
 
 
@@ -284,7 +284,7 @@ def _handed_over(
     try:
         return hand_over.copied(merged, wanted, rooms)
     except BackendError as error:
-        logger.debug("arguments go through host memory: %s", error)
+        logger.debug("passing arguments through host memory: %s", error)
         return HandOver()
 
 

@@ -119,8 +119,7 @@ class Watch:
 
     def _took_too_long(self) -> None:
         logger.error(
-            "%s takes longer than %g s; the running tuning is given up. The stacks "
-            "of all threads:\n%s",
+            "%s has taken more than %g s; giving up the running tuning. Stacks of all threads:\n%s",
             self._name or "a capture",
             self._watchdog_s,
             stacks(),
@@ -232,6 +231,6 @@ def unmasked(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         try:
             inner.__exit__(type(error), error, error.__traceback__)
         except Exception as at_end:
-            logger.warning("the capture could not be ended after %r: %s", error, at_end)
+            logger.warning("could not end the capture after %r: %s", error, at_end)
         raise
     inner.__exit__(None, None, None)

@@ -57,7 +57,7 @@ def triton_call(
     name = getattr(getattr(kernel, "base_fn", None), "__name__", repr(kernel))
     args = _checked_arguments(name, args)
     if (out_type is None) == (out_shape is None):
-        raise InvalidSetting(f"{name} needs out_type= (or out_shape=, which is the same)")
+        raise InvalidSetting(f"{name} needs out_type= (or out_shape=, its alias)")
     outputs, tree = jax.tree_util.tree_flatten(out_shape if out_type is None else out_type)
     aliases = dict(input_output_aliases or {})
     _check_aliases(name, args, outputs, aliases)
@@ -186,8 +186,8 @@ def _check_aliases(
     for source, target in aliases.items():
         if source not in range(len(inputs)) or target not in range(len(outputs)):
             raise InvalidSetting(
-                f"input_output_aliases={{{source!r}: {target!r}}} of {name}: there are "
-                f"{len(inputs)} input arrays and {len(outputs)} outputs, counted from 0"
+                f"input_output_aliases={{{source!r}: {target!r}}} of {name}: it has "
+                f"{len(inputs)} input arrays and {len(outputs)} outputs, numbered from 0"
             )
         given, wanted = inputs[source], outputs[target]
         if (tuple(given.shape), given.dtype) != (tuple(wanted.shape), wanted.dtype):

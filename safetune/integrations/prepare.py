@@ -91,7 +91,7 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
     """
     if backend.capture_under_way():
         raise CaptureError(
-            "safetune.prepare was called while a CUDA graph is being captured: call it before"
+            "safetune.prepare was called during a CUDA graph capture: call it before"
         )
     begin, tunings = time.monotonic(), reporting.tunings.made
     observed, compilations = scratch_memory.observed(), triton_compile.compilations()

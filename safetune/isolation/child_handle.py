@@ -75,8 +75,8 @@ def check_device(index: int) -> None:
         if not protocol.has_ended(_stuck[index], _END_S):
             where = "" if index < 0 else f" on device {index}"
             raise DeviceUnavailable(
-                f"a tuning process{where} does not end though it was killed; it is probably stuck "
-                "in a call of the driver. Nothing is tuned there until it has ended"
+                f"a tuning process{where} was killed but has not exited; it is probably stuck in a "
+                "driver call. Nothing is tuned there until it exits"
             )
         os.close(_stuck.pop(index))
     if index >= 0 and (reason := backend.required().why_not_shared(index)):

@@ -142,7 +142,7 @@ class ForkServer:
         request = {"op": "fork", "modules": modules}
         reply = self._request(request, (pipe.fileno(), output.fileno()))
         if "error" in reply:
-            raise WorkerUnavailable(f"no child process could be forked: {reply['error']}")
+            raise WorkerUnavailable(f"cannot fork a child process: {reply['error']}")
         return int(reply["pid"]), int(reply["server"])
 
     def reap(self, pid: int, parent: int, kill: bool) -> int | None:
@@ -179,7 +179,7 @@ class ForkServer:
         forking = header["op"] == "fork"
         with self._lock:
             if not forking and (self._process is None or self._process.pid != header["server"]):
-                raise WorkerUnavailable("the fork server has ended, and its children with it")
+                raise WorkerUnavailable("the fork server and its children have exited")
             for last in (not forking, True):  # it exits after an idle minute, which may be now
                 control = self._running(anew=forking)
                 try:
@@ -188,7 +188,7 @@ class ForkServer:
                 except protocol.WireError as error:
                     self._discard()
                     if last:
-                        raise WorkerUnavailable(f"the fork server is gone: {error}") from error
+                        raise WorkerUnavailable(f"the fork server has exited: {error}") from error
                 except BaseException:  # the next request would read the answer to this one
                     self._discard()
                     raise
@@ -221,7 +221,7 @@ class ForkServer:
         if self._control is not None:
             return self._control
         if self._closed:
-            raise WorkerUnavailable("no tuning process is started: this process is ending")
+            raise WorkerUnavailable("cannot start a tuning process: this process is exiting")
         with system_errors(), contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             output = ours.enter_context(contextlib.closing(Output()))
             control, far_end = socket.socketpair()
@@ -334,8 +334,8 @@ def _python() -> str:
         if _PYTHON.match(os.path.basename(path)):
             return os.path.abspath(path)
     raise WorkerUnavailable(
-        f"this program is not run by a Python that could start a second process ("
-        f"{own or 'sys.executable is empty'}): name one of the same version with "
+        "found no Python executable to start tuning processes with ("
+        f"{own or 'sys.executable is empty'}): set one of the same version with "
         "multiprocessing.set_executable(path), or tune offline"
     )
 

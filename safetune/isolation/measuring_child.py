@@ -234,7 +234,7 @@ class MeasuringChild:
         child.kill()
         lacking = outcome.detail == HandOverFailed.__name__ or outcome.verdict in TRANSIENT
         if lacking and self._call.layout.shared:
-            logger.debug("arguments go through host memory after all: %s", reason)
+            logger.debug("falling back to host memory for the arguments: %s", reason)
             self._call, self._fds = self._on_host()
             return self._prepared(self._fds)
         if outcome.detail == InvalidSetting.__name__:

@@ -312,7 +312,7 @@ def active_driver() -> Any:
     except RuntimeError as error:
         raise NoDevice(
             f"Triton finds no GPU ({error}). Set TRITON_INTERPRET=1 before the kernel is "
-            "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to tune nothing."
+            "decorated to run it in Triton's interpreter, or SAFETUNE_MODE=off to turn tuning off."
         ) from error
 
 

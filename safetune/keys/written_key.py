@@ -92,7 +92,7 @@ def _names(what: str, names: Key) -> list[str]:
     unique_names = list(dict.fromkeys(names or ()))
     if wrong := [name for name in unique_names if not isinstance(name, str)]:
         raise InvalidSetting(
-            f"{what} has {wrong[0]!r}, of type {type(wrong[0]).__name__}; give names of arguments"
+            f"{what} contains {wrong[0]!r}, of type {type(wrong[0]).__name__}; give argument names"
         )
     return unique_names
 

@@ -365,8 +365,8 @@ class CallShapes:
         """
         if not self._tuner.configs:
             raise NoConfigs(
-                f"configs of {self._tuner.base_fn.__name__} is an empty list now: a launch needs "
-                "one; add a triton.Config to it"
+                f"configs of {self._tuner.base_fn.__name__} is now empty, and a launch needs "
+                "one: add a triton.Config"
             )
         report = self._tuner.key_report
         if report is not self._report:  # classified again

@@ -31,7 +31,7 @@ def python_files(paths: Iterable[Path]) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            raise InvalidSetting(f"{path} is not there; give files or folders")
+            raise InvalidSetting(f"{path} does not exist; give files or folders")
 
 
 def check(paths: Sequence[Path], rules: Collection[str] = (*RULES,)) -> tuple[list[Finding], int]:
@@ -79,7 +79,7 @@ def _left_out(what: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("%s is left out: %s", what, str(error) or type(error).__name__)
+        logger.warning("skipping %s: %s", what, str(error) or type(error).__name__)
 
 
 def _mentions(path: Path) -> bool:

@@ -144,7 +144,7 @@ def tune_meanwhile(
         )
         return state.set_fallback(config)
     if not _worker.has_room(size, limit):
-        logger.info("%s is queued later: other copied inputs wait", request.key.kernel.name)
+        logger.info("%s will be queued later: too many copied inputs wait", request.key.kernel.name)
         return state.set_fallback(config, failures.Retry(call.index))
     try:
         bench = BackgroundBench(request)
@@ -218,7 +218,7 @@ class _Worker:
             except Stopped:
                 return
             except Exception:
-                logger.exception("%s is not tuned in the background", job.request.key.kernel.name)
+                logger.exception("background tuning of %s failed", job.request.key.kernel.name)
             finally:
                 job.bench.discard()
                 self.jobs.remove(job)

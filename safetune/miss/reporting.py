@@ -366,9 +366,9 @@ def warn_of_dispute(key: TuningKey, dispute: str) -> None:
     """Warn, once per process and key, that the choice for a key may compute a wrong result."""
     if dispute:
         warn_once(
-            f"{key.kernel.name}: its configs disagree about the result for {key}, and its choice "
-            f"may compute a wrong one ({dispute}). Give the right result with reference=, or name "
-            "arguments that may differ in scratch=[...], and tune it again",
+            f"{key.kernel.name}: its configs give different results for {key}, so its choice may "
+            f"be wrong ({dispute}). Give the right result with reference=, or list arguments that "
+            "may differ in scratch=[...], and tune it again",
             DisputeWarning,
         )
 

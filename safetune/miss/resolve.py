@@ -402,7 +402,7 @@ def stored_choice(request: TuningRequest, lookup: Lookup) -> ChoiceRecord | None
     if encoding.dumps(choice.config) != encoding.dumps(config_record(config)):
         logger.warning(
             "ignoring a stored choice of %s for %s: its values differ from the declared config "
-            "with its digest",
+            "with the same digest",
             kernel,
             request.key,
         )

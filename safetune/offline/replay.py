@@ -154,7 +154,7 @@ def task_of(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
         raise
     except Exception as error:  # another version, or another program, may have written the record
         reason = f"{type(error).__name__}: {error}"
-        raise NotComparable(f"it cannot be made again from its record ({reason})") from error
+        raise NotComparable(f"it cannot be rebuilt from its record ({reason})") from error
 
 
 def _rebuilt(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
@@ -201,7 +201,7 @@ def _imported(
         raise _NotFound(f"{module} cannot be imported ({found}): name its file as TARGET")
     for other in call_description.modules(call.arguments):  # of its arguments' classes
         if isinstance(problem := modules(other), str):
-            raise _NotFound(f"{other} cannot be imported ({problem}): a class is in it")
+            raise _NotFound(f"{other} cannot be imported ({problem}): an argument needs it")
     return found
 
 
@@ -237,9 +237,9 @@ def _check(call: RecordedCall, kernel: OfflineKernel, shapes_only: bool) -> None
     names = call_description.unknown(data, tuner.arg_names)
     if names and not shapes_only and tuner.hooks.inputs is None:
         raise NotComparable(
-            f"of the integers in {', '.join(names)} no range is recorded, as under CUDA graph "
-            "capture: record a call without capture, or give the kernel `inputs=`, which makes "
-            "its tensors"
+            f"no range is recorded for the integers in {', '.join(names)}, as under CUDA graph "
+            "capture: record a call without capture, or give the kernel `inputs=` to make its "
+            "tensors"
         )
 
 

@@ -44,7 +44,7 @@ def parse(text: str, environment: Mapping[str, str]) -> Shard:
     if match[1] == "auto":
         index, count = _rank(environment, count)
     if not 0 <= index < count:
-        raise TargetError(f"--shard {text}: the shards of {count} are 1/{count} to {count}/{count}")
+        raise TargetError(f"--shard {text} is out of range; give 1/{count} to {count}/{count}")
     return Shard(index, count)
 
 

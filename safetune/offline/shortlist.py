@@ -102,8 +102,8 @@ def shortest(keys: Sequence[Measured], within: float, keep: int = 0) -> frozense
     kept = _cover(keys, within)
     if 0 < keep < len(kept):
         raise InvalidSetting(
-            f"--keep {keep} is less than the {len(kept)} configs with which no key is more than "
-            f"{within:.2%} slower: give --keep {len(kept)} or more, or a larger --within"
+            f"--keep {keep} is too few: {len(kept)} configs are needed so that no key is more than "
+            f"{within:.2%} slower. Give --keep {len(kept)} or more, or a larger --within"
         )
     return _longer([*keys, *_alike(keys)], within, kept, keep)
 
@@ -246,6 +246,6 @@ def of_newest(
         digest = last[0].kernel_digest
     kept = [(key, trials) for key, trials in found if key.kernel_digest == digest]
     if not kept:
-        others = f"; {len(found)} keys are of other versions of it" if found else ""
-        raise TargetError(f"no trial of {name} as it is now is stored{others}: tune it first")
+        others = f"; {len(found)} keys are of other versions" if found else ""
+        raise TargetError(f"no trial of the current {name} is stored{others}: tune it first")
     return kept

@@ -108,7 +108,7 @@ class Stream:
         found = next(itertools.islice(self._rest, skipped, None), None)
         if found is None:
             raise WorkloadError(
-                f"a workload function of {self._kernel.name} yields fewer workloads than at first"
+                f"a workload function of {self._kernel.name} yielded fewer workloads than before"
             )
         return found
 

@@ -215,7 +215,7 @@ def _in_packs() -> Iterator[Entry]:
         try:
             collected = exchange.collect(directory)
         except (SafetuneError, OSError) as error:
-            logger.warning("packs are left out: %s", one_line(str(error)))
+            logger.warning("skipping packs: %s", one_line(str(error)))
             continue
         for entry in collected.entries:
             yield Entry(entry.key, entry.choice, f"{PACK}{directory}")

@@ -45,7 +45,7 @@ def _guarded_write(method: Method) -> Method:
             for record in records if len(records) > 1 else ():
                 write(self, record, **how)  # the others are stored
             if len(records) == 1:
-                logger.warning("a record is not stored: %s", error)
+                logger.warning("could not store a record: %s", error)
         except StoreError as error:
             self.lost = self.lost or error
             self._unstored.update(
@@ -175,7 +175,7 @@ class Lookup:
         try:
             found = self._packs.find(key, declared, among)
         except OSError as error:  # without a descriptor left, no module can be imported
-            logger.warning("packs are not read: %s", error)
+            logger.warning("could not read packs: %s", error)
         else:
             yield found
 

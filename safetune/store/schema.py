@@ -81,9 +81,9 @@ class Choice(_Call):
 
     def __post_init__(self) -> None:
         if "ir_override" in self.config:
-            raise ValueError("config sets ir_override, which is code: a file of choices must not")
+            raise ValueError("config sets ir_override, which is code; choices must not have code")
         if self.generation > max(_GENERATIONS, time.time()):
-            raise ValueError(f"generation is {self.generation}, which no count of tunings reaches")
+            raise ValueError(f"generation is {self.generation}, too large for a tuning count")
         if not all(mark.isprintable() for mark in self.marks):  # they are in warnings
             raise ValueError("marks have control characters")
         seconds(self.created)
@@ -144,7 +144,7 @@ def entries(content: Any) -> list[StoredChoice]:
     found: dict[tuple[str, str], StoredChoice] = {}
     try:
         if _is_deep(content):
-            raise PackError("its lists or objects are too deep")
+            raise PackError("its lists or objects are nested too deeply")
         msgspec.convert(content, Pack)
         if sealed != content and encoding.digest(sealed) != content["checksum"]:
             raise PackError("its checksum does not match")
@@ -158,7 +158,7 @@ def entries(content: Any) -> list[StoredChoice]:
         where = path.removesuffix("`") or "the pack"
         raise PackError(f"{where}: {reason[0].lower()}{reason[1:]}") from error
     except UnicodeError as error:
-        raise PackError("a text is not UTF-8") from error
+        raise PackError("a string is not valid UTF-8") from error
     return list(found.values())
 
 
@@ -234,10 +234,10 @@ def _entry(content: dict[str, Any]) -> StoredChoice:
 
 def _check_format(content: Any) -> None:
     if not isinstance(content, dict) or type(content.get("safetune_pack")) is not int:
-        raise PackError('it is not a pack: it does not have "safetune_pack" and a number')
+        raise PackError('it is not a pack: it has no number "safetune_pack"')
     if not 1 <= content["safetune_pack"] <= FORMAT:
         raise PackError(
-            f"it has pack format {content['safetune_pack']}, and this safetune knows {FORMAT}: "
+            f"it has pack format {content['safetune_pack']}, but this safetune reads {FORMAT}: "
             "install the safetune that wrote it, or export it again"
         )
 
@@ -252,5 +252,5 @@ def _is_deep(data: Any, most: int = _MOST_DEPTH) -> bool:
 def _no_duplicates(named: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(named)
     if len(found) < len(named):
-        raise ValueError("an object has a name twice")
+        raise ValueError("an object has a duplicate name")
     return found

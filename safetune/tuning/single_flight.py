@@ -140,7 +140,7 @@ def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[
     """
     name = request.key.digest
     if name in _of_thread.names:
-        raise Busy("its tuning has launched it again with the same key")
+        raise Busy("its own tuning launched it again with the same key")
     doing = f"tunes {request.key.kernel.name} for {request.key}"
     since = 0.0 if request.goes_on else time.time()
     read = functools.partial(Plan.read, request, store, since)

@@ -78,7 +78,7 @@ def check_overlap(
     values = {**default_values(kernel), **named}
     if missing := [name for name in jit.arg_names if name not in values]:
         raise InvalidSetting(
-            f"{', '.join(missing)}: no value is given; {function.__name__} has "
+            f"no value for {', '.join(missing)}; {function.__name__} takes "
             f"{', '.join(jit.arg_names)}: pass all of them, or a config that sets them"
         )
     x, y, z = (*grid_sizes(grid(values) if callable(grid) else grid), 1, 1)[:3]
@@ -124,9 +124,11 @@ def configs_for(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _named(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     names = kernel.arg_names
     if len(args) > len(names):
-        raise InvalidSetting(f"{len(args)} arguments are given; the kernel has {', '.join(names)}")
+        raise InvalidSetting(
+            f"{len(args)} arguments given, but the kernel takes {', '.join(names)}"
+        )
     if twice := [name for name in names[: len(args)] if name in kwargs]:
-        raise InvalidSetting(f"{', '.join(twice)}: given by position and by name; leave one out")
+        raise InvalidSetting(f"{', '.join(twice)} given both by position and by name; drop one")
     return named_arguments(names, args, kwargs)
 
 

@@ -27,7 +27,7 @@ class TestWithoutABackend:
     def test_nothing_is_tuned_in_a_child(self) -> None:
         with launching_on(None):
             reason = why_not_isolated(CALL)
-        assert reason == "there is no isolation for the fake back end yet"
+        assert reason == "isolation does not support the fake back end yet"
 
     def test_a_library_that_cannot_be_loaded_is_a_reason_too(self) -> None:
         with launching_on(None):
@@ -52,7 +52,7 @@ class TestWithoutABackend:
             question()
 
     def test_a_process_without_a_device_raises_too(self) -> None:
-        with pytest.raises(BackendError, match="Triton has no device in this process"):
+        with pytest.raises(BackendError, match="Triton finds no device in this process"):
             child_handle.check_device(0)
 
 
@@ -114,7 +114,7 @@ class TestWithABackend:
             assert backend.named("fake").use(1) == "fake-1"
             assert not backend.all_work()
         assert backend.all_work()
-        with pytest.raises(BackendError, match="no isolation for the other back end"):
+        with pytest.raises(BackendError, match="isolation does not support the other back end"):
             backend.named("other")
 
     def test_a_short_memory_is_released_and_then_refused(self) -> None:

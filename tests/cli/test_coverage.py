@@ -142,7 +142,7 @@ def test_a_share_is_a_percentage(safetune: Any) -> None:
 
 def test_without_recorded_calls(safetune: Any) -> None:
     assert safetune.error("coverage") == (
-        "Error: no such call is recorded; run the program with SAFETUNE_MODE=record"
+        "Error: no recorded call matches; run the program with SAFETUNE_MODE=record"
     )
 
 

@@ -121,7 +121,7 @@ def test_the_key_in_which_a_worker_drops_out_is_tuned_by_another_after_all_other
     second = Device("GPU 1", "abc", after=begun, finished=finished)
     assert tuned_by(first, second) == {"GPU 0": [], "GPU 1": ["b", "c", "a"]}
     assert first.stopped
-    message = "Warning: GPU 0 drops out: a ended it; the others take its work\n"
+    message = "Warning: GPU 0 dropped out: a ended it; the others take over its work\n"
     assert capsys.readouterr().err == message
 
 
@@ -136,7 +136,7 @@ def test_where_every_worker_drops_out_no_device_finishes(
 def test_a_key_that_only_a_worker_has_that_dropped_out_is_an_error() -> None:
     """As of a GPU of another kind. The keys of the others are tuned."""
     told = []
-    with pytest.raises(workers.DroppedOut, match="no other device tunes 1 key of one that dropped"):
+    with pytest.raises(workers.DroppedOut, match="a device dropped out and left 1 key untuned"):
         for _, event in workers.gather([Device("GPU 0", "x", bad="x"), Device("GPU 1", "ab")]):
             told.append(event.get("facts"))
     assert [key for key in told if key] == ["a", "b"]
@@ -236,10 +236,10 @@ def test_a_tuning_that_cannot_begin_keeps_no_process_from_the_others(
     last = errors.splitlines()[-1]
     if options:
         assert last == (
-            "Error: 1 tuning could not begin, for the reasons above: kernel small float16; the "
-            "rest of the list is done and stored"
+            "Error: 1 tuning could not start, for the reasons above: kernel small float16; all "
+            "others are done and stored"
         )
-        assert "drops out" not in errors
+        assert "dropped out" not in errors
     else:
         assert last.startswith(f"Error: {reason}")
 
@@ -303,7 +303,7 @@ def test_a_worker_may_print_bytes_that_are_not_text(
 def test_all_gpus_of_a_machine_without_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(NoDevice, match="--devices all needs a GPU, and torch finds none"):
+    with pytest.raises(NoDevice, match="--devices all needs a GPU, but torch finds none"):
         found_targets.devices_of("all")
 
 
@@ -320,7 +320,7 @@ class TestDevices:
     ) -> None:
         message = safetune.error("tune", target, *options)
         assert reason in message
-        assert "drops out" not in message
+        assert "dropped out" not in message
 
     def test_they_share_the_list_and_a_process_that_dies_leaves_its_work_to_the_other(
         self, start: Start, safetune: Any, target: str, tmp_path: Path
@@ -334,7 +334,7 @@ class TestDevices:
         assert (tmp_path / "killed").exists()
         assert sorted(choices(data)) == SHAPES
         assert all(tuning["choice"] for tuning in data["tunings"])
-        assert "drops out: its process ended with SIGKILL; the others take its work" in errors
+        assert "dropped out: its process ended with SIGKILL; the others take over" in errors
         # A config that was timed before its process died counts, and one under way is begun again.
         assert sum(tuning["measured"] for tuning in data["tunings"]) in (7, 8)
 
@@ -380,7 +380,7 @@ class TestDevices:
 
     def test_a_device_or_devices(self, safetune: Any, target: str) -> None:
         result = safetune("tune", target, "--device", "cpu", "--devices", "0")
-        assert "--device names one GPU and --devices several" in result.stderr
+        assert "Give --device or --devices, not both" in result.stderr
 
 
 class TestShards:

@@ -39,4 +39,4 @@ def test_every_command_tells_of_a_disputed_choice(
         program = fresh_process(
             f"import runpy\nrun = runpy.run_path({target!r})['run']\nrun()\nrun()\n", warm=True
         )
-        assert program.stderr.count("disagree about the result") == 1
+        assert program.stderr.count("its configs give different results") == 1

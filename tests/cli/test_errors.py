@@ -88,8 +88,8 @@ MISTAKES = {
     ),
     "no kernel": (
         GOOD.replace("@safetune", "@triton.autotune").split("@add_one")[0],
-        "Error: {file} has no kernel decorated with @safetune; name a module that has one. Those "
-        "under triton.autotune are tuned by recorded calls: safetune run, and tune --recorded",
+        "Error: {file} has no kernel decorated with @safetune; name a module that has one. For "
+        "kernels under triton.autotune, use `safetune run`, then `safetune tune --recorded`",
     ),
     "no workload": (
         KERNEL,
@@ -146,7 +146,7 @@ MISTAKES = {
     ),
     "workloads yield nothing": (
         f"{KERNEL}@add_one.workload\ndef sizes(device, dtype):\n    return []\n",
-        "Error: the workloads of add_one yield nothing",
+        "Error: the workload functions of add_one yield nothing",
     ),
     "a call sets what the configs set": (
         GOOD.replace(", 64))", ", 64), {'BLOCK': 32})"),
@@ -421,7 +421,7 @@ class TestStore:
         (line,) = safetune("list").stderr.splitlines()
 
         (aside,) = cache_dir.glob("safetune.db.aside-*")
-        assert line.startswith("Warning: the store ")
+        assert line.startswith("Warning: cannot use the store ")
         assert "file is not a database" in line
         assert str(aside) in line
 

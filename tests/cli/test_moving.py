@@ -94,7 +94,7 @@ def test_a_selection(safetune: Any, tuned: Any, tmp_path: Path) -> None:
         "interpreter, kernel on interpreter"
     )
     line = safetune.error("export", tmp_path / "b.json")
-    assert "is one file, and there are 2 kernels and devices: name a directory, or choose" in line
+    assert "is one file, but 2 packs would be written: give a directory, or choose" in line
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / "b.json").exists()
 

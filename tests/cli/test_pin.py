@@ -135,9 +135,15 @@ def test_it_holds_for_every_list_that_has_its_config(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("BLOK=64",), "the configs of add_one have no 'BLOK' (did you mean 'BLOCK'?); they have"),
-        (("BLOCK=96",), "no config of add_one has BLOCK=96; BLOCK is 64, 128. Another one must be"),
-        (("num_warps=4",), "2 configs of add_one have these values, name more: BLOCK=64 num_warps"),
+        (
+            ("BLOK=64",),
+            "the configs of add_one do not set 'BLOK' (did you mean 'BLOCK'?)",
+        ),
+        (("BLOCK=96",), "no config of add_one has BLOCK=96; BLOCK is 64, 128. To pin another"),
+        (
+            ("num_warps=4",),
+            "2 configs of add_one have these values; give more values",
+        ),
         (("--key", "N=7", "BLOCK=64"), "no key of add_one matches these options"),
     ],
 )

@@ -117,9 +117,7 @@ def test_recorded_time_decides_between_lists_of_one_length(
 
 def test_more_configs_stay_for_keys_that_were_not_measured(source: str, safetune: Any) -> None:
     assert blocks(safetune.json("prune", source, "--keep", "3")["kept"]) == [32, 64, 128, 512]
-    assert "Error: --keep 1 is less than the 2 configs" in safetune.error(
-        "prune", source, "--keep", "1"
-    )
+    assert "Error: --keep 1 is too few: 2 configs" in safetune.error("prune", source, "--keep", "1")
     found = safetune.json("prune", source, "--device", "large")
     assert found["held_out"]["keys"] == 2
     check("prune", found)
@@ -158,7 +156,7 @@ def test_a_list_that_is_another_one_here_is_noticed(
     assert found["not_declared"] == 2
     assert blocks(found["kept"]) == [64, 128, 512]
     shown = safetune("prune", "other.py:fill")
-    assert "on this machine the list lacks 2 configs with trials" in shown.stderr
+    assert "the list on this machine lacks 2 configs with trials" in shown.stderr
 
 
 def test_a_stored_kernel_has_the_configs_that_were_tried(source: str, safetune: Any) -> None:
@@ -166,11 +164,11 @@ def test_a_stored_kernel_has_the_configs_that_were_tried(source: str, safetune: 
     assert sorted(blocks(found["kept"])) == [32, 128], "its list is what was tried"
     assert "no kernel filled is stored" in safetune.error("prune", "filled")
     assert safetune.error("prune", "fill", "--device", "none like it").startswith(
-        "Error: no trial of fill"
+        "Error: no trial of the current fill"
     )
 
 
 def test_a_share_that_is_not_one_is_refused(source: str, safetune: Any) -> None:
     refused = safetune("prune", source, "--within", "much")
     assert refused.exit_code == 2
-    assert "'much' is not a share; give e.g. 1% or 0.01" in refused.stderr
+    assert "'much' is not a fraction; give e.g. 1% or 0.01" in refused.stderr

@@ -55,7 +55,7 @@ def test_a_node_that_dies_loses_its_key_to_the_other(targets: Path, tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").read_text() == "raylet"
-    assert "drops out: its actor ended, or its node did; the others take its work" in done.stderr
+    assert "dropped out: its actor or its node died; the others take over its work" in done.stderr
     data: dict[str, Any] = json.loads(done.stdout)
     assert sorted(tuning["shape"] for tuning in data["tunings"]) == ["100", "101", "102", "103"]
     assert all(tuning["choice"] for tuning in data["tunings"])
@@ -70,4 +70,4 @@ def test_it_needs_a_store_that_all_nodes_reach(safetune: Any, targets: Path) -> 
 def test_ray_chooses_the_devices(safetune: Any, targets: Path) -> None:
     result = safetune("tune", targets / "fleet.py", "--ray", "auto", "--shard", "1/2")
     assert result.exit_code == 2
-    assert "give no device and no shard" in result.stderr
+    assert "Give no device and no shard" in result.stderr

@@ -90,7 +90,7 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
 
     assert safetune.json("clear", "scale", "--yes")["cleared"] == 2
     assert safetune.error("tune", "--recorded", "recorded:scale") == (
-        "Error: no such call is recorded; run the program with SAFETUNE_MODE=record"
+        "Error: no recorded call matches; run the program with SAFETUNE_MODE=record"
     )
 
 
@@ -297,7 +297,7 @@ def test_recorded_calls_are_looked_up_under_install_too(start: Any) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = start("tune", "--recorded", env={"SAFETUNE_INSTALL": "1"}, **pipes)
     _, errors = process.communicate()
-    assert b"no such call is recorded" in errors
+    assert b"no recorded call matches" in errors
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_recorded_calls_are_looked_up_under_install_too(start: Any) -> None:
     [
         ((), "Missing argument 'TARGET...'."),
         (("--top", "0.5", "x.py"), "--top needs --recorded."),
-        (("--recorded", "--shape", "s"), "--shape and --dtype choose workloads"),
+        (("--recorded", "--shape", "s"), "--shape and --dtype select workloads"),
     ],
 )
 def test_options_that_do_not_go_together(

@@ -417,14 +417,14 @@ class TestClear:
         message = safetune.error("clear", "add_one")
         one = safetune("clear", "add_one", "--file", "other.py", "--yes")
 
-        assert message.startswith("Error: kernels of 2 files are named add_one: ")
+        assert message.startswith("Error: 2 files have a kernel named add_one: ")
         assert f"{other}: 1 key on " in message
         assert message.endswith("Choose one with --file, or give --yes to delete all of them")
         assert one.stdout == "cleared 1 key of add_one\n"
         assert {entry["file"] for entry in safetune.json("list")} == {str(targets / "add.py")}
 
     def test_narrowed_by_device_and_age(self, safetune: Any, tuned: dict[str, Any]) -> None:
-        nothing = "Error: no key of add_one matches these options; `safetune show add_one`"
+        nothing = "Error: no key of add_one matches these options; see `safetune show add_one`"
 
         assert safetune.error("clear", "add_one", "--unused-for", "1d", "--yes") == nothing
         assert safetune.error("clear", "add_one", "--device", "H100", "--yes") == nothing

@@ -14,7 +14,7 @@ def test_a_kernel_of_the_interpreter_and_a_store_without_calls_are_refused(
         "TRITON_INTERPRET"
     )
     assert safetune.error("warm", "--recorded") == (
-        "Error: no such call is recorded; run the program with SAFETUNE_MODE=record"
+        "Error: no recorded call matches; run the program with SAFETUNE_MODE=record"
     )
     assert "no workload is named 'none'" in safetune.error(
         "warm", targets / "add.py", "--shape", "none"
@@ -24,7 +24,7 @@ def test_a_kernel_of_the_interpreter_and_a_store_without_calls_are_refused(
 def test_options_that_say_nothing_are_refused(safetune: Any) -> None:
     for words, problem in (
         (("warm",), "Missing argument 'TARGET...'."),
-        (("warm", "--recorded", "--shape", "large"), "with --recorded there are no workloads"),
+        (("warm", "--recorded", "--shape", "large"), "do not combine them with --recorded"),
     ):
         refused = safetune(*words)
         assert (refused.exit_code, refused.stdout) == (2, "")

@@ -140,7 +140,7 @@ class TestResolve:
         """As an output by position and the scalar meant for its place by name, from JAX."""
         tuner, x = traced.kernel(module), torch.zeros(100)
         traced.choose(tuner, tuner.configs[1], x, x, 100)
-        with pytest.raises(InvalidSetting, match="scale_kernel gets n by position and by name"):
+        with pytest.raises(InvalidSetting, match="scale_kernel got n by position and by name"):
             tuner.resolve(x, x, 100, n=100)
 
     def test_a_struct_with_a_numpy_dtype_has_the_key_of_a_tensor(self, module: Any) -> None:

@@ -392,7 +392,7 @@ class TestConfigs:
         for _ in range(launches):
             launched(kernel, 64, 1, 0)
         kernel.configs.clear()
-        with pytest.raises(IndexError, match="configs of add_kernel is an empty list") as caught:
+        with pytest.raises(IndexError, match="configs of add_kernel is now empty") as caught:
             launched(kernel, 64, 1, 0)
         assert isinstance(caught.value, InvalidConfig)
         kernel.configs += CONFIGS

@@ -342,7 +342,7 @@ print(json.dumps(seen))
             right, block, (text,) = seen[name]
             assert right
             assert block == 16
-            assert "does not end though it was killed" in text
+            assert "was killed but has not exited" in text
         assert seen["alive"]
         assert seen["ends"]
         assert seen["after"][::2] == [True, []], "the device is in use again"

@@ -317,7 +317,7 @@ def test_keep_of_one_string_is_an_error(kernel: Any) -> None:
 
 
 def test_a_name_of_another_type_is_an_error(kernel: Any) -> None:
-    with pytest.raises(InvalidSetting, match=r"key has 3, of type int; give names of arguments"):
+    with pytest.raises(InvalidSetting, match=r"key contains 3, of type int; give argument names"):
         classify(kernel, ["D", 3], configs=CONFIGS)
 
 

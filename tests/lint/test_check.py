@@ -210,7 +210,7 @@ def test_a_file_that_this_python_cannot_read_is_named(file: Path) -> None:
     result = safetune(file.parent)
     assert result.exit_code == 1, "of the other file"
     (line,) = [line for line in result.stderr.splitlines() if "broken" in line]
-    assert f"{broken} is left out: Python 3" in line
+    assert f"skipping {broken}: Python 3" in line
     assert result.stderr.endswith("1 finding in 1 tuner\n")
 
 
@@ -241,7 +241,7 @@ def test_a_tree_without_findings_exits_with_0_and_a_path_that_is_not_there_with_
     assert safetune(tmp_path).exit_code == 0
     missing = safetune(tmp_path / "missing")
     assert missing.exit_code == 2
-    assert "missing is not there; give files or folders" in missing.stderr
+    assert "missing does not exist; give files or folders" in missing.stderr
 
 
 def test_a_lint_leaves_nothing_in_tritons_cache_and_does_not_import_torch(

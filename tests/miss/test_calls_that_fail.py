@@ -388,7 +388,7 @@ class TestTheFirstConfig:
             raise ValueError("of a hook")
 
         kernel = Shifted(log, fails=fails)
-        with pytest.warns(TuningWarning, match="the first config is resolved all the same"):
+        with pytest.warns(TuningWarning, match="using the first config anyway"):
             resolved = kernel.tuner.resolve(
                 torch.zeros(N), torch.zeros(N), N, 1.0, LIMIT=512, grid=(4,)
             )

@@ -303,7 +303,7 @@ def test_a_store_that_cannot_be_read_costs_one_warning(
 def test_nothing_is_written_through_a_read_only_store(cache_dir: Path) -> None:
     Store.open(cache_dir).close()
     store = Store.open_read_only(cache_dir / "safetune.db")
-    with pytest.raises(StoreError, match="is only read here"):
+    with pytest.raises(StoreError, match="is open read-only"):
         store.clear("add")
 
 

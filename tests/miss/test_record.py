@@ -316,10 +316,10 @@ class TestClasses:
         ("value", "name", "other", "reason"),
         [
             (double, "double", nested()[1], "has changed since it was recorded"),
-            (Pair(1), "Pair", Block, "has other fields now"),
-            (Pair(1), "Pair", print, "is another class now"),
-            (Kind.ROW, "Kind", Pair, "is another class now"),
-            (Block(1, 2), "Block", None, "is another class now"),
+            (Pair(1), "Pair", Block, "now has different fields"),
+            (Pair(1), "Pair", print, "is now a different class"),
+            (Kind.ROW, "Kind", Pair, "is now a different class"),
+            (Block(1, 2), "Block", None, "is now a different class"),
         ],
     )
     def test_what_is_not_as_it_was_is_not_made(

@@ -42,13 +42,13 @@ def test_a_shard_is_given_or_found_in_the_variables_of_a_launcher(
 @pytest.mark.parametrize(
     ("variables", "text", "said"),
     [
-        ({}, "0/4", "the shards of 4 are 1/4 to 4/4"),
-        ({}, "5/4", "the shards of 4 are 1/4 to 4/4"),
+        ({}, "0/4", "is out of range; give 1/4 to 4/4"),
+        ({}, "5/4", "is out of range; give 1/4 to 4/4"),
         ({}, "four", "give e.g. 2/4, auto, or auto/4"),
         ({}, "auto", "start it with srun"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "auto", "start it with srun"),
         ({"JOB_COMPLETION_INDEX": "5"}, "auto", "give --shard auto/N"),
-        ({"JOB_COMPLETION_INDEX": "5"}, "auto/4", "the shards of 4 are 1/4 to 4/4"),
+        ({"JOB_COMPLETION_INDEX": "5"}, "auto/4", "is out of range; give 1/4 to 4/4"),
     ],
 )
 def test_what_is_not_a_shard_is_an_error_that_says_what_to_give(

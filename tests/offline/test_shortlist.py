@@ -125,7 +125,7 @@ def test_a_config_is_added_for_keys_between_and_beyond_the_measured_ones(
 
 def test_a_list_is_not_made_so_short_that_a_measured_key_is_slower() -> None:
     keys = measured({"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0})
-    with pytest.raises(InvalidSetting, match="--keep 1 is less than the 2 configs"):
+    with pytest.raises(InvalidSetting, match="--keep 1 is too few: 2 configs"):
         shortlist.shortest(keys, 0.01, keep=1)
 
 
@@ -182,5 +182,5 @@ def test_only_keys_of_one_version_of_the_kernel_count() -> None:
     ]
     assert [key.digest for key, _ in shortlist.of_newest(stored, "kernel")] == ["2"]
     assert [key.digest for key, _ in shortlist.of_newest(stored, "kernel", old)] == ["1"]
-    with pytest.raises(TargetError, match="2 keys are of other versions of it"):
+    with pytest.raises(TargetError, match="2 keys are of other versions"):
         shortlist.of_newest(stored, "kernel", "c" * 32)

@@ -272,7 +272,7 @@ class ReadOnlyConnection(Connection):
         self, wait_s: float | None = None, durable: bool = False
     ) -> Iterator[sqlite3.Connection]:
         """Raise `StoreError`."""
-        raise StoreError(f"the store {self.path} is only read here")
+        raise StoreError(f"the store {self.path} is open read-only")
         yield
 
 

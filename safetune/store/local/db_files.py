@@ -269,8 +269,7 @@ def set_aside(path: Path, seen: Identity, reason: str, wait_s: float) -> None:
         for file in older:
             remove(file)
     warn(
-        f"the store {path} cannot be used ({reason}); it is renamed to {aside}, and an empty one "
-        "replaces it",
+        f"cannot use the store {path} ({reason}); renamed it to {aside} and created an empty one",
         StoreWarning,
     )
 

@@ -93,7 +93,7 @@ def connect(path: Path, prepare: Prepare, wait_s: float) -> tuple[sqlite3.Connec
         if opened_file == identity(path):
             return connection, opened_file
         connection.close()  # it was replaced meanwhile
-    raise StoreError("other processes replace it again and again")
+    raise StoreError("other processes keep replacing it")
 
 
 def is_damage(error: BaseException) -> bool:
@@ -195,12 +195,12 @@ def _version(connection: sqlite3.Connection) -> int:
         "FROM pragma_user_version, pragma_application_id"
     ).fetchone()
     if application != APPLICATION_ID and (application or version or tables):
-        other = StoreError("it is a database, but not one of safetune; it is left unchanged")
+        other = StoreError("it is not a safetune database; it is left unchanged")
         raise other.with_fix("move the file away, or set SAFETUNE_CACHE_DIR to another directory")
     if version > VERSION:
         newer = StoreError(
             f"it was written by a newer safetune (format {version}, "
-            f"this one knows {VERSION}); it is left unchanged"
+            f"this one reads {VERSION}); it is left unchanged"
         )
         raise newer.with_fix("upgrade safetune, or set SAFETUNE_CACHE_DIR to another directory")
     if application and version != VERSION:
@@ -217,7 +217,7 @@ def _check_schema(connection: sqlite3.Connection) -> None:
     """
     if connection.execute(_STRANGERS).fetchone() is not None:
         strange = StoreError(
-            "it has triggers or views, which safetune never makes; it is left unchanged"
+            "it has triggers or views, which safetune never creates; it is left unchanged"
         )
         raise strange.with_fix("move the file away, and do not trust where it came from")
     try:

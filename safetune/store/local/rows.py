@@ -77,7 +77,7 @@ class Table:
             record = self._record(data)
             sealed = encoding.dumps({**data, "checksum": self.checksum(data)})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RecordError(f"the store does not keep this {self.name}: {error}") from error
+            raise RecordError(f"the store cannot hold this {self.name}: {error}") from error
         columns = {name: getattr(record, name) for name in (*self.primary_key, *self.more)}
         return {**columns, "record": sealed}
 
@@ -92,7 +92,7 @@ class Table:
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptRowError(str(error)) from error
         if [getattr(record, name) for name in self.primary_key] != identity:
-            raise CorruptRowError("it is the document of another row")
+            raise CorruptRowError("its document belongs to another row")
         return record
 
     def _record(self, data: Any) -> Any:

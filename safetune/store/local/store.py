@@ -210,7 +210,7 @@ class Store:
                 CHOICE.insert(connection, row, "REPLACE")  # also over a row that is corrupt
                 stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
             if not stored:
-                raise Damaged("the row that was just written is not found")
+                raise Damaged("the row just written is missing")
         return stored[0]
 
     def generation(self, key: str) -> int:

@@ -70,7 +70,7 @@ def collect(path: Path) -> Collected:
     if path.is_dir() and not database.exists():
         packs = sorted(path.glob("*.json"))
         if not packs:
-            raise PackError(f"{path} holds no packs (*.json) and no {DATABASE_NAME}")
+            raise PackError(f"{path} contains no packs (*.json) and no {DATABASE_NAME}")
         return Collected([entry for pack in packs for entry in read_pack(pack)])
     is_database = path.is_dir()
     with contextlib.suppress(OSError, PackError):  # reading it as a pack raises the right error

@@ -211,7 +211,7 @@ def _files_by_kernel(directory: Path) -> dict[str, list[Path]]:
 def load(data: bytes) -> list[StoredChoice]:
     """Return the choices in a pack's bytes; raises `PackError`, which names the bad field."""
     if len(data) > MAX_BYTES:
-        raise PackError(f"it has over {MAX_BYTES >> 20} MiB, too much for a pack")
+        raise PackError(f"it is over {MAX_BYTES >> 20} MiB, the limit for a pack")
     return schema.entries(schema.parsed(data))
 
 
@@ -260,7 +260,8 @@ def _unknown(objects: Iterable[Mapping[str, Any]], kind: type[Struct]) -> dict[s
         for name, value in schema.unknown_fields(data, kind).items():
             if encoding.dumps(found.setdefault(name, value)) != encoding.dumps(value):
                 raise PackError(
-                    f"two packs of a newer safetune differ in {name!r}: merge with that version"
+                    f"two packs of a newer safetune differ in {name!r}: merge them with that "
+                    "version"
                 )
     return dict(sorted(found.items()))
 

@@ -88,7 +88,7 @@ def read_table(path: Path) -> Table:
         if not rows or not all(isinstance(row, dict) for row in rows.values() if row is not None):
             raise PackError("it does not have one config for each M")
         if any(isinstance(value, (dict, list)) for value in extra.values()):
-            raise PackError(f"it has more than configs by M: {', '.join(extra)}")
+            raise PackError(f"it has entries other than configs by M: {', '.join(extra)}")
     except (OSError, ValueError, RecursionError, PackError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise PackError(f"{path}: {reason}") from error
@@ -137,7 +137,7 @@ def tables_of(
         table = Table(parts, configs, extra)
         path = f"{folder}{table.name}"
         if found.setdefault(path, table) is not table:
-            raise PackError(f"choices of {kernel} and of another kernel make {path}: use --kernel")
+            raise PackError(f"choices of {kernel} and another kernel map to {path}: use --kernel")
     return found
 
 

@@ -214,13 +214,13 @@ class Directory(RecordFiles):
         place = self._root.parent
         if not place.exists() and not os.listdir(place.parent) and not place.parent.is_mount():
             problem = f"{place.parent} is empty, perhaps not mounted: create {place} first"
-            raise _NotMounted(problem, f"mkdir -p {place}, unless a share is to be mounted there")
+            raise _NotMounted(problem, f"mkdir -p {place}, unless a share belongs there")
 
     def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
         try:
             text = beginning(path, MAX_BYTES + 1)
         except (OSError, PackError) as error:
-            logger.debug("%s is not read: %s", path, error)
+            logger.debug("could not read %s: %s", path, error)
             return None
         return decoded(text, namespace, name)
 
@@ -230,7 +230,7 @@ class Directory(RecordFiles):
         try:
             path.parent.mkdir(exist_ok=True)
         except FileExistsError as error:
-            logger.info("%s is not a directory, and is left as it is: %s", path.parent, error)
+            logger.info("%s is not a directory; leaving it unchanged: %s", path.parent, error)
             return
         with written_beside(path, data) as new:
             if not give_name(new, path):
@@ -319,7 +319,7 @@ def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> N
     try:
         beginning(path, 1)
     except (OSError, PackError) as error:
-        logger.info("%s is not a record, and is left as it is: %s", path, error)
+        logger.info("%s is not a record; leaving it unchanged: %s", path, error)
         return
     if is_record(path):
         return

@@ -235,7 +235,7 @@ class SharedLayer:
         try:
             task = self._asks.submit(run)
         except RuntimeError as error:
-            raise StoreError(f"{self._name} is not asked: {error}") from error
+            raise StoreError(f"cannot ask {self._name}: {error}") from error
         with contextlib.suppress(FutureTimeoutError):
             return task.result(ANSWER_S)
         if self._asked.is_connected:
@@ -339,7 +339,7 @@ class SharedLayer:
             return
         try:
             if not self._writes:
-                raise StoreError("the local store is only read")
+                raise StoreError("the local store is read-only")
             local_copy.adopt(self._local, records, _WRITE_S, f"{whose}{self._origin}")
         except StoreError as error:
             logger.info("%s; the pulled choices are kept in memory", error)

@@ -102,7 +102,7 @@ def shareable(connection: Connection, names: Iterable[Name]) -> list[StoredChoic
                     if trial and trial.outcome.shareable:
                         found.append(StoredChoice(key, choice))
     except StoreError as error:
-        logger.info("%s; its choices are not published", error)
+        logger.info("%s; not publishing its choices", error)
         return []
     return found
 
@@ -112,5 +112,5 @@ def _names(connection: Connection, statement: str, *parameters: str) -> set[Name
         with connection.reading() as sqlite:
             return {Name(*row) for row in sqlite.execute(statement, parameters).fetchall()}
     except StoreError as error:
-        logger.info("%s; it counts as empty", error)
+        logger.info("%s; treating it as empty", error)
         return set()

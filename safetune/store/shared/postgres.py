@@ -290,7 +290,7 @@ def _has_tables(connection: psycopg.Connection[Any]) -> bool:
     found = connection.execute("SELECT found.version FROM safetune.version AS found").fetchone()
     if found != (_VERSION,):
         raise StoreError(
-            f"its tables are of version {found and found[0]} and this safetune reads version "
+            f"its tables are version {found and found[0]}, but this safetune reads version "
             f"{_VERSION}; they are left untouched: use another database, or drop the schema "
             "safetune"
         )

@@ -61,7 +61,7 @@ def encode(stored: StoredChoice) -> str:
 def decode(text: str | bytes) -> StoredChoice:
     """Return the choice in a record; raises `PackError`."""
     if len(text) > MAX_BYTES:
-        raise PackError(f"it has over {MAX_BYTES} bytes")
+        raise PackError(f"it is over {MAX_BYTES} bytes")
     content = schema.parsed(text)
     found = schema.entries(content)
     if "checksum" not in content:

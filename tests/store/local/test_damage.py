@@ -117,7 +117,7 @@ def test_a_database_whose_index_leads_to_another_row_is_set_aside(tmp_path, reco
     guarded.path.write_bytes(changed)
 
     again = GuardedStore.open(tmp_path)
-    with pytest.warns(StoreWarning, match="it is renamed to"):
+    with pytest.warns(StoreWarning, match="renamed it to"):
         assert again.choice("key-12", "declared") is None
     assert again.put_choice(records.choice()) == again.choice("key")
     again.close()

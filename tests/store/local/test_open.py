@@ -119,7 +119,7 @@ def test_a_damaged_database_is_not_moved_while_another_opens_it(tmp_path):
             assert db_files.moved(path) == []
         opening.prepare(connection)
 
-    with pytest.warns(UserWarning, match="cannot be used"):
+    with pytest.warns(UserWarning, match="cannot use the store"):
         connection, found = opening.connect(path, prepare_slowly, wait_s=0.0)
     connection.close()
     assert len(refused) == len(db_files.moved(path)) == 1
@@ -144,7 +144,7 @@ def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path, statem
     connection.commit()
     connection.close()
     content = path.read_bytes()
-    with pytest.raises(StoreError, match="not one of safetune"):
+    with pytest.raises(StoreError, match="not a safetune database"):
         Store.open(tmp_path)
     assert path.read_bytes() == content
 
@@ -164,7 +164,7 @@ def test_missing_tables_and_columns_are_errors_not_new_tables(store, records, st
         store.put_trial(records.trial())
     with pytest.raises(StoreError, match=r"cannot read the store .*safetune\.db: no such"):
         store.trials("key")
-    with pytest.warns(StoreWarning, match="no such .* it is renamed to"):
+    with pytest.warns(StoreWarning, match="no such .* renamed it to"):
         store.put_choice(records.choice())
 
 
@@ -273,9 +273,9 @@ def test_a_database_is_kept_that_is_moved_aside_after_the_clock_was_set_back(tmp
         (tmp_path / "safetune.db").write_bytes(b"rubbish" * 1000)
         if times == 3:
             monkeypatch.setattr("time.time_ns", lambda: 10**18)
-        with pytest.warns(UserWarning, match="is renamed to") as caught:
+        with pytest.warns(UserWarning, match="renamed it to") as caught:
             Store.open(tmp_path).close()
-        named.append(str(caught[0].message).partition("renamed to ")[2].partition(",")[0])
+        named.append(str(caught[0].message).partition("renamed it to ")[2].partition(" and ")[0])
     assert [str(path) for path in db_files.moved(tmp_path / "safetune.db")] == named[-1:]
 
 

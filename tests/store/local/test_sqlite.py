@@ -156,7 +156,7 @@ def test_a_number_that_is_not_finite_is_refused(store, records, number):
         (store.put_key, records.key(call={"values": [["N", number]]}), "key"),
         (store.put_key, records.key(device={"clock": number}), "key"),
     ):
-        with pytest.raises(StoreError, match=f"does not keep this {table}: "):
+        with pytest.raises(StoreError, match=f"cannot hold this {table}: "):
             put(record)
     for table in ("key", "trial", "choice"):
         connection = sqlite3.connect(store.path)

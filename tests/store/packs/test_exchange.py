@@ -334,12 +334,15 @@ class TestSources:
         ("make", "reason"),
         [
             (lambda path: None, "No such file or directory"),
-            (lambda path: path.mkdir(), r"holds no packs \(\*.json\) and no safetune.db"),
+            (lambda path: path.mkdir(), r"contains no packs \(\*.json\) and no safetune.db"),
             (lambda path: path.write_text("{"), "it is not the JSON of a pack"),
             (lambda path: os.mkfifo(path), "it is not a regular file"),
             (lambda path: path.touch() or os.truncate(path, 1 << 40), "over 64 MiB"),
             (lambda path: path.write_bytes(b"SQLite format 3\0" + b"x" * 99), "not a database"),
-            (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t(x)"), "not one of"),
+            (
+                lambda path: sqlite3.connect(path).executescript("CREATE TABLE t(x)"),
+                "not a safetune",
+            ),
         ],
         ids=["missing", "empty", "broken", "fifo", "huge", "no database", "another database"],
     )

@@ -161,7 +161,7 @@ FIRST = "tunings.0.choices.0"
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ("safetune_pack", 2, r"pack format 2, and this safetune knows 1"),
+        ("safetune_pack", 2, r"pack format 2, but this safetune reads 1"),
         ("safetune_pack", 0, r"pack format 0"),
         ("safetune_pack", True, "it is not a pack"),
         ("safetune_pack", KeyError, "it is not a pack"),
@@ -199,7 +199,7 @@ FIRST = "tunings.0.choices.0"
         (f"{FIRST}.median_ms", -1.5, r"\[0\].median_ms: expected `float` >= 0"),
         (f"{FIRST}.median_ms", "1", "median_ms: expected `float`, got `str`"),
         (f"{FIRST}.generation", 0, r"\[0\].generation: expected `int` >= 1"),
-        (f"{FIRST}.generation", 2**63, "generation is 9223372036854775808, which no count"),
+        (f"{FIRST}.generation", 2**63, "generation is 9223372036854775808, too large"),
         (f"{FIRST}.generation", 1.0, "generation: expected `int`, got `float`"),
         (f"{FIRST}.measured", True, "measured: expected `int`, got `bool`"),
         (f"{FIRST}.created", "yesterday", "created is 'yesterday', not a time such as"),
@@ -230,8 +230,8 @@ def test_a_bad_field_is_named(path: str, value: Any, reason: str) -> None:
         (EXPECTED.replace("0.0125", "-Infinity").encode(), "-Infinity is not a finite number"),
         (EXPECTED.replace("0.0125", "1e999").encode(), "1e999 is not a finite number"),
         (EXPECTED.replace("256", "9" * 5000).encode(), "not the JSON of a pack"),
-        (EXPECTED.replace('"measured"', '"generation"').encode(), "an object has a name twice"),
-        (b'{"safetune_pack": ' + b"[" * 100_000, "not the JSON of a pack|too deep"),
+        (EXPECTED.replace('"measured"', '"generation"').encode(), "an object has a duplicate name"),
+        (b'{"safetune_pack": ' + b"[" * 100_000, "not the JSON of a pack|too deeply"),
         (EXPECTED.replace("256", "[" * 900 + "]" * 900).encode(), None),
         (EXPECTED.encode() + b" " * packs.MAX_BYTES, "over 64 MiB"),
     ],

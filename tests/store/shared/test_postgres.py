@@ -218,7 +218,7 @@ def test_tables_of_another_version_are_left_alone(
         lambda store: store.lease("key", "node"),
     ):
         store = Postgres(database)
-        told = f"its tables are of version {version} .* drop the schema safetune"
+        told = f"its tables are version {version}, .* drop the schema safetune"
         with closing(store), pytest.raises(StoreError, match=told):
             use(store)
     assert execute(database, "SELECT count(*) FROM safetune.choice") == [(1,)]

@@ -184,7 +184,7 @@ def newer_schema(place: Path, times: int) -> Tally:
 
 @fault("foreign-database", "the database is another program's", _MEMORY, 1, 10)
 def foreign_database(place: Path, times: int) -> Tally:
-    return _left_alone(place, times, "PRAGMA application_id = 7", "not one of safetune")
+    return _left_alone(place, times, "PRAGMA application_id = 7", "not a safetune database")
 
 
 @fault("trigger", "the database has a trigger or a view", _MEMORY, 2, 10)
