@@ -163,10 +163,11 @@ def _in_fork(check: Callable[[], Checked]) -> Checked:
     process = context.Process(target=_answer, args=(check, sender))
     process.start()
     sender.close()
+    answer: Checked | None = None
     with receiver, contextlib.suppress(EOFError):
-        return cast("Checked", receiver.recv())
+        answer = cast("Checked", receiver.recv())
     process.join()
-    return None, f"its process ended with {exit_text(process.exitcode or 0)}"
+    return answer or (None, f"its process ended with {exit_text(process.exitcode or 0)}")
 
 
 def _answer(check: Callable[[], Checked], sender: Connection) -> None:

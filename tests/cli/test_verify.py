@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,16 @@ def verified(safetune: Any, *words: object) -> Any:
     result = safetune("verify", *words, "--json")
     assert result.exit_code == 1, result.output
     return json.loads(result.stdout)
+
+
+def ended_children() -> list[str]:
+    """Return this process's children that have ended and that nothing has waited for."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            found += [stat.parent.name] * (state == "Z" and int(parent) == os.getpid())
+    return sorted(found)
 
 
 class TestKernels:
@@ -110,6 +122,12 @@ class TestNotChecked:
         assert f"    OSError: broken prune ({unchecked}:16)" in lines
         row = next(line for line in lines if line.startswith("all configs "))
         assert row.split() == ["all", "configs", "not", "checked"]
+
+    def test_the_process_of_a_hook_leaves_no_zombie(self, safetune: Any, unchecked: str) -> None:
+        before = ended_children()
+        safetune("verify", unchecked, "--shape", "hook")
+
+        assert ended_children() == before
 
     def test_a_hook_that_crashes(self, targets: Path) -> None:
         """It ended the command with SIGSEGV."""
