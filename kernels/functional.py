@@ -174,7 +174,7 @@ def backward_rows(
             run_launch(launch, pinned)
         dres_in = dx if has_residual and dres_in is None else dres_in
         return (dx, dw, db, dres_in), BackwardLaunches(None, launch, None)
-    long = is_long(*operands[:2], recompute_output, pinned)
+    long = is_long(operands[0], operands[1], recompute_output, pinned)
     if long:
         plan = long_rows_plan(x, num_groups, bias is not None, dres is not None)
     else:
