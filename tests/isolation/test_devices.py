@@ -254,7 +254,7 @@ class TestAChildThatDoesNotEnd:
         self, sleeper: subprocess.Popen[bytes]
     ) -> None:
         child_handle._note_stuck(1, sleeper.pid)
-        with pytest.raises(DeviceUnavailable, match="on device 1 does not end"):
+        with pytest.raises(DeviceUnavailable, match="on device 1 was killed but has not exited"):
             child_handle.check_device(1)
         child_handle.check_device(0)
         child_handle._note_stuck(1, sleeper.pid)  # again: no descriptor is lost
