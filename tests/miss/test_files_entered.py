@@ -57,6 +57,7 @@ def test_a_first_miss_and_a_stored_choice_enter_few_files(
     entered = [fresh_process(script, env={"SAFETUNE_LOG": "quiet"}) for _ in range(2)]
     assert [done.stderr for done in entered] == ["", ""]
     miss, stored = (done.stdout.split() for done in entered)
+    miss = [name for name in miss if name != "messages.py"]  # for tunings that take over 2 s
     assert len(miss) <= 45, "\n".join(miss)
     assert len(stored) <= 25, "\n".join(stored)
     assert "miss/resolve.py" in miss, "what is counted"
