@@ -302,6 +302,6 @@ def test_a_child_pins_no_more_than_the_limit_and_half_of_what_is_free(
     with stub.holding_tensors(span_of_host):
         pinned = pinned_spans([tensor], 0)
         assert [span.size for span in pinned] == [8]
-        refusing = pytest.raises(TooMuchPinned, match=r"^w: a copy of 8 bytes of pinned host memory")
+        refusing = pytest.raises(TooMuchPinned, match=r"^w: a copy of 8 bytes of pinned")
         with refusing if refused else contextlib.nullcontext():
             check_pinned(pinned, [tensor], ["w"], limit)
