@@ -32,8 +32,6 @@ from safetune.tuning.tuner import tune
 from tests.isolation.test_compile_pool import JIT, spec
 from tests.tuning.test_budget import CONFIGS, InOrder, N, decorated, grid, launched, stored_marks
 
-pytestmark = pytest.mark.internals
-
 FEW = CONFIGS[:4]
 
 
