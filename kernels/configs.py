@@ -86,7 +86,7 @@ FORWARD_CONFIGS_OF_FAST_MEMORY = [
 ]
 
 # For every number of columns and both norms, each list has the fastest config on an H100 or a
-# config within 1 % of it (benchmarks/norms.py --sweep), and two configs that any card can launch.
+# config within 1 % of it, and two configs that any card can launch.
 # The first config that pruning leaves runs when nothing is tuned and when a call is pinned, so it
 # fits every card for any columns and dtypes. The backward pass needs eight values for each element:
 # with 16 elements per thread they stay in registers, with 32 they do if the elements are loaded
@@ -133,7 +133,7 @@ BACKWARD_CONFIGS = [
 ]
 
 #: For rows that several programs share: see `long_rows`. The second is for `is_light` rows, which
-#: need 168 registers at most, so that half as many programs more fit on a multiprocessor.
+#: need at most 168 registers a thread: 12 programs fit on a multiprocessor, not 8.
 LONG_BACKWARD_CONFIGS = [
     Config({"TILE_ELEMENTS": 1024, "PIPELINE_STAGES": 3}, num_warps=1),
     Config({"TILE_ELEMENTS": 1024, "PIPELINE_STAGES": 4}, num_warps=1, maxnreg=168),
@@ -142,8 +142,8 @@ LONG_PROGRAMS_PER_SM = 8
 LIGHT_PROGRAMS_PER_SM = 12
 
 #: Rows of at least this length are long where memory is fast: the exchange between programs costs
-#: less there than to read half of a row twice, from the L2 cache. Elsewhere those are that have
-#: more than `WIDEST_TILE`.
+#: less there than reading half of a row twice from the L2 cache. On other cards a row is long above
+#: `WIDEST_TILE` columns.
 LONG_ROW_OF_FAST_MEMORY = 8192
 
 FINALIZE_CONFIGS = [
