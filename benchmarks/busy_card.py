@@ -1,0 +1,225 @@
+"""How good choices are that were made on a busy card: eight processes tune eight keys at once.
+
+The keys are those of a matrix product of 10 to 40 us. The truth is the time of every config as it
+is deployed, on the idle card (`deployed_time`). Every round begins with an empty store; compiled
+kernels stay. `tunings`: the eight processes are alone. `program`: beside them another program
+launches, without a pause, a kernel that fills half of the multiprocessors. After such a round the
+program ends, and one more process looks all keys up: `after` is what it launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import recording
+from recording import Figures, Row
+
+HEIGHTS = (512, 1024, 1536, 2048, 3072, 4096, 5120, 6144)
+BESIDE = ("tunings", "program")
+TINY = (32, 64)  # the heights in Triton's interpreter
+TIMEOUT_S = 120.0
+
+#: The nanoseconds for which the other program's kernel keeps its multiprocessors.
+HELD_NS = 200_000
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return how much slower than the best the worst choice of each kind is, and the median."""
+    truth = {(row["height"], row["config"]): row["median_ms"] for row in rows if "median_ms" in row}
+    best: dict[int, float] = {}
+    for (height, _), time_ms in truth.items():
+        best[height] = min(time_ms, best.get(height, time_ms))
+    regrets: dict[str, list[float]] = {}
+    found: Figures = {}
+    for row in rows:
+        if row["kind"] == "choice":
+            regret = truth[row["height"], row["config"]] / best[row["height"]] - 1
+            regrets.setdefault(row["beside"] + "_after" * row["after"], []).append(regret)
+    for kind, values in regrets.items():
+        found[f"busy_worst_{kind}"] = max(values)
+        found[f"busy_median_{kind}"] = statistics.median(values)
+        found[f"busy_choices_{kind}"] = float(len(values))
+        found[f"busy_over_1pct_{kind}"] = float(sum(value > 0.01 for value in values))
+    for beside in {row["beside"] for row in rows if row["kind"] == "round"}:
+        marked = [r["contended"] for r in rows if r["kind"] == "round" and r["beside"] == beside]
+        found[f"busy_contended_{beside}"] = float(sum(marked))
+    return found
+
+
+def configs() -> list[Any]:
+    """Return the configs: tiles of which several are nearly as good as the best."""
+    import triton
+
+    if recording.interpreted():
+        return [triton.Config({"BM": m, "BN": 32, "BK": 32}) for m in (16, 32)]
+    return [
+        triton.Config({"BM": m, "BN": n, "BK": k}, num_warps=warps, num_stages=stages)
+        for m, n, k, warps, stages in itertools.product(
+            (64, 128), (64, 128), (32, 64), (4, 8), (3, 4)
+        )
+    ]
+
+
+def work_of(height: int) -> Any:
+    """Return the operands of one key."""
+    import choice_problems
+    import torch
+
+    torch.manual_seed(height)
+    device, side = ("cpu", 32) if recording.interpreted() else ("cuda", 1024)
+    return choice_problems.matmul_work((height, side, side), device)
+
+
+def heights() -> tuple[int, ...]:
+    """Return the keys."""
+    return TINY if recording.interpreted() else HEIGHTS
+
+
+def choose(keys: Sequence[int]) -> None:
+    """Launch each key once, and print what was launched, as JSON."""
+    import choice_kernels
+
+    from safetune import safetune
+
+    tuner = safetune(configs=configs(), key=["M", "N", "K"])(choice_kernels.matmul_kernel)
+    chosen = {}
+    for height in keys:
+        work_of(height).launch(tuner)
+        chosen[height] = str(tuner.best_config)
+    print(json.dumps(chosen))
+
+
+def hold() -> None:
+    """Launch a kernel that holds half of the multiprocessors, until this process is killed."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def held(out, NANOSECONDS: tl.constexpr):
+        began = tl.extra.cuda.globaltimer()
+        now = began
+        while now - began < NANOSECONDS:
+            now = tl.extra.cuda.globaltimer()
+        tl.store(out + tl.program_id(0), now)
+
+    half = torch.cuda.get_device_properties().multi_processor_count // 2
+    out = torch.zeros(half, dtype=torch.int64, device="cuda")
+    print("ready", flush=True)
+    while True:
+        for _ in range(100):
+            held[(half,)](out, HELD_NS, num_warps=32)
+        torch.cuda.synchronize()
+
+
+def truth() -> Iterator[Row]:
+    """Yield the time of each config on each key, as it is deployed."""
+    import deployed_time
+
+    for height in heights():
+        launches = {str(each): functools.partial(_launch, each.all_kwargs()) for each in configs()}
+        for config, median_ms in deployed_time.medians(work_of(height), launches).items():
+            yield {"kind": "truth", "height": height, "config": config, "median_ms": median_ms}
+
+
+def _launch(chosen: dict[str, Any], work: Any) -> None:
+    import choice_kernels
+
+    work.launch(choice_kernels.matmul_kernel, **chosen)
+
+
+@contextlib.contextmanager
+def program(beside: str) -> Iterator[None]:
+    """Run the other program meanwhile, if there is one in this kind of round."""
+    if beside == "tunings" or recording.interpreted():
+        yield
+        return
+    with _started("--hold") as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        yield
+        other.kill()
+
+
+def _started(*words: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).resolve()), *words]
+    env = {**os.environ, **variables}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def tune(beside: str, number: int, folder: Path) -> Iterator[Row]:
+    """Tune all keys at once from an empty store; yield each choice."""
+    store, found = folder / f"{beside}-{number}", {"beside": beside, "round": number}
+    variables = {"SAFETUNE_CACHE_DIR": str(store), "TRITON_CACHE_DIR": str(folder / "triton")}
+    start = time.monotonic()
+    with program(beside):
+        running = [_started("--choose", str(height), **variables) for height in heights()]
+        yield from _choices(running, {**found, "after": False})
+    took = time.monotonic() - start
+    yield {"kind": "round", **found, "seconds": took, "contended": _contended(store)}
+    if beside == "program":
+        every = [_started("--choose", ",".join(map(str, heights())), **variables)]
+        yield from _choices(every, {**found, "after": True})
+
+
+def _choices(running: Sequence[subprocess.Popen[str]], found: Row) -> Iterator[Row]:
+    outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in running]
+    if any(process.returncode for process in running):
+        sys.exit("a process that tunes has failed: see above")
+    for output in outputs:
+        for height, config in json.loads(output.splitlines()[-1]).items():
+            yield {"kind": "choice", **found, "height": int(height), "config": config}
+
+
+def _contended(store: Path) -> int:
+    from safetune.outcome import Mark
+    from safetune.store.local.store import Store
+
+    opened = Store.open(store)
+    try:
+        return sum(bool(Mark.CONTENDED.reason_in(e.choice.marks)) for e in opened.choices())
+    finally:
+        opened.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all rounds, print and record; or be one of their processes."""
+    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--rounds", type=int, default=5, help="of each kind")
+    parser.add_argument("--choose", metavar="HEIGHTS", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    parsed = parser.parse_args(argv)
+    if parsed.choose:
+        choose([int(height) for height in parsed.choose.split(",")])
+        return
+    if parsed.hold:
+        hold()
+        return
+    recording.require_device()
+    folder = recording.output_folder(parsed)
+    result = recording.begin("busy_card")
+    with tempfile.TemporaryDirectory(prefix="busy-card-") as place:
+        os.environ["TRITON_CACHE_DIR"] = str(Path(place) / "triton")
+        result.rows += truth()
+        for number, beside in itertools.product(range(parsed.rounds), BESIDE):
+            result.rows += tune(beside, number, Path(place))
+            path = result.save(folder, figures)
+            print(result.rows[-1], flush=True)
+    print(recording.figures_table(result, path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What `same_bits` costs: how often there is a choice, and how much slower it is than the free one.
+
+Each part is tuned in a fresh process with SAFETUNE_SAME_BITS=1, from an empty store: layers of FLA
+(`cold_steps`), matrix products (`choice_problems`) and safetune's own norms. A row for each key has
+the number of its configs that work, of those with the bits of the first one, and the time of the
+fastest of these over that of the fastest of all. Both times are from one screening.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import recording
+from recording import Figures, Row
+
+OWN = ("matmul", "norms")
+LAYERS = ("fla_gla", "fla_kda", "fla_gsa")
+TIMEOUT_S = 200.0
+
+#: What the first part is expected to take on an H200 with 16 cores.
+PART_S = 60.0
+
+WIDTHS = (1024, 4096, 8192)
+
+
+def figures(rows: Sequence[Row]) -> Figures:
+    """Return, by part, the share of keys with at least two configs to choose from, and the cost."""
+    found: Figures = {}
+    for part in dict.fromkeys(row["part"] for row in rows):
+        keys = [row for row in rows if row["part"] == part and row["kind"] == "key"]
+        kept = [row["ratio"] for row in keys if not row["refused"]]
+        found[f"same_bits_{part}_keys"] = float(len(keys))
+        found[f"same_bits_{part}_refused"] = float(len(keys) - len(kept))
+        if kept:
+            choices = sum(row["alike"] > 1 for row in keys)
+            found[f"same_bits_{part}_share"] = choices / len(keys)
+            found[f"same_bits_{part}_ratio_median"] = statistics.median(kept)
+            found[f"same_bits_{part}_ratio_worst"] = max(kept)
+    return found
+
+
+def run_part(part: str) -> Iterator[Row]:
+    """Tune one part in a fresh process; yield a row for each key."""
+    with tempfile.TemporaryDirectory(prefix="same-bits-") as place:
+        folder = Path(place)
+        if part in OWN:
+            command = [sys.executable, str(Path(__file__).resolve()), "--steps", part]
+        else:
+            steps = Path(__file__).with_name("cold_steps.py")
+            command = [sys.executable, "-m", "safetune", "run", str(steps), part, str(folder / "r")]
+        env = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
+        env |= {
+            "SAFETUNE_SAME_BITS": "1",
+            "SAFETUNE_CACHE_DIR": str(folder / "store"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+        }
+        start = time.monotonic()
+        subprocess.run(command, env=env, timeout=TIMEOUT_S, check=True)
+        took = time.monotonic() - start
+        yield {"part": part, "kind": "process", "seconds": took}
+        for row in key_rows(folder / "store"):
+            yield {"part": part, "kind": "key", **row}
+
+
+def key_rows(store: Path) -> Iterator[Row]:
+    """Yield what `same_bits` has left of each key with at least two configs that work."""
+    from safetune.outcome import Mark
+    from safetune.store.local.store import Store
+
+    opened = Store.open(store)
+    try:
+        refused = {
+            entry.key.digest: Mark.SAME_BITS.reason_in(entry.choice.marks).startswith("refused")
+            for entry in opened.choices()
+        }
+        for key, trials in opened.trials_of():
+            timed = [
+                (trial.outcome.timing.undisturbed_ms, trial.outcome.marked(Mark.SAME_BITS))
+                for trial in trials
+                if trial.outcome.ok and trial.outcome.timing
+            ]
+            alike = [time_ms for time_ms, marked in timed if marked]
+            if len(timed) > 1 and alike:
+                yield {
+                    "kernel": key.kernel_name,
+                    "configs": len(timed),
+                    "alike": len(alike),
+                    "refused": refused.get(key.digest, False),
+                    "ratio": min(alike) / min(timed)[0],
+                }
+    finally:
+        opened.close()
+
+
+def matmul() -> None:
+    """Launch the matrix products, long and short."""
+    import choice_problems
+    import short_problems
+    import tuners
+
+    for problem in (*choice_problems.PROBLEMS, *short_problems.SHORT):
+        if "matmul" in problem.kernel.fn.__name__:
+            work = problem.prepare("cpu" if recording.interpreted() else "cuda")
+            work.launch(tuners.tuned("safetune", problem.kernel, problem.configs, problem.key))
+
+
+def norms() -> None:
+    """Launch both norms, with gradients."""
+    import torch
+
+    from safetune import kernels
+
+    device, rows, widths = ("cpu", 128, (1024,)) if recording.interpreted() else ("cuda", 4096, WIDTHS)
+    for width, norm in itertools.product(widths, (kernels.LayerNorm, kernels.RMSNorm)):
+        layer = norm(width, device=device, dtype=torch.bfloat16)
+        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the parts that are still missing, print and record; or one of their processes."""
+    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--steps", choices=OWN, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(argv)
+    if parsed.steps:
+        {"matmul": matmul, "norms": norms}[parsed.steps]()
+        return
+    recording.require_device()
+    folder = recording.output_folder(parsed)
+    result = recording.begin("same_bits")
+    if not parsed.fresh:
+        recording.resume(result, [folder, recording.RESULTS])
+    for part in recording.parts_to_run((*OWN, *LAYERS), result.rows, parsed, PART_S):
+        result.rows += run_part(part)
+        result.save(folder, figures)
+    print(recording.figures_table(result, result.save(folder, figures)))
+
+
+if __name__ == "__main__":
+    main()
