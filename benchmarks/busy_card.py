@@ -2,9 +2,10 @@
 
 The keys are those of a matrix product of 10 to 40 us. The truth is the time of every config as it
 is deployed, on the idle card (`deployed_time`). Every round begins with an empty store; compiled
-kernels stay. `tunings`: the eight processes are alone. `program`: beside them another program
-launches, without a pause, a kernel that fills half of the multiprocessors. After such a round the
-program ends, and one more process looks all keys up: `after` is what it launches.
+kernels stay. `alone`: one process tunes one key after the other. `tunings`: eight processes tune
+one key each. `program`: beside these another program launches, without a pause, a kernel that fills
+half of the multiprocessors. After a busy round one more process looks all keys up: `after` is what
+it launches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import recording
 from recording import Figures, Row
 
 HEIGHTS = (512, 1024, 1536, 2048, 3072, 4096, 5120, 6144)
-BESIDE = ("tunings", "program")
+BESIDE = ("alone", "tunings", "program")
 TINY = (32, 64)  # the heights in Triton's interpreter
 TIMEOUT_S = 120.0
 
@@ -144,7 +145,7 @@ def _launch(chosen: dict[str, Any], work: Any) -> None:
 @contextlib.contextmanager
 def program(beside: str) -> Iterator[None]:
     """Run the other program meanwhile, if there is one in this kind of round."""
-    if beside == "tunings" or recording.interpreted():
+    if beside != "program" or recording.interpreted():
         yield
         return
     with _started("--hold") as other:
@@ -163,16 +164,17 @@ def _started(*words: str, **variables: str) -> subprocess.Popen[str]:
 def tune(beside: str, number: int, folder: Path) -> Iterator[Row]:
     """Tune all keys at once from an empty store; yield each choice."""
     store, found = folder / f"{beside}-{number}", {"beside": beside, "round": number}
+    every = ",".join(map(str, heights()))
+    tasks = [every] if beside == "alone" else every.split(",")
     variables = {"SAFETUNE_CACHE_DIR": str(store), "TRITON_CACHE_DIR": str(folder / "triton")}
     start = time.monotonic()
     with program(beside):
-        running = [_started("--choose", str(height), **variables) for height in heights()]
+        running = [_started("--choose", task, **variables) for task in tasks]
         yield from _choices(running, {**found, "after": False})
     took = time.monotonic() - start
     yield {"kind": "round", **found, "seconds": took, "contended": _contended(store)}
-    if beside == "program":
-        every = [_started("--choose", ",".join(map(str, heights())), **variables)]
-        yield from _choices(every, {**found, "after": True})
+    if beside != "alone":
+        yield from _choices([_started("--choose", every, **variables)], {**found, "after": True})
 
 
 def _choices(running: Sequence[subprocess.Popen[str]], found: Row) -> Iterator[Row]:

@@ -105,7 +105,7 @@ workers() { if has xdist; then echo "-n $1 --dist ${2:-load} --no-loadscope-reor
 # These look at how much of the card's memory is free: nothing else may use it beside them.
 alone=()
 for name in memory inputs faults capture scratch threads silent_faults device_faults hand_over \
-    without_torch; do
+    without_torch device_timer; do
     alone+=("tests/gpu/test_$name.py")
 done
 

@@ -119,7 +119,9 @@ def norms() -> None:
 
     from safetune import kernels
 
-    device, rows, widths = ("cpu", 128, (1024,)) if recording.interpreted() else ("cuda", 4096, WIDTHS)
+    device, rows, widths = (
+        ("cpu", 128, (1024,)) if recording.interpreted() else ("cuda", 4096, WIDTHS)
+    )
     for width, norm in itertools.product(widths, (kernels.LayerNorm, kernels.RMSNorm)):
         layer = norm(width, device=device, dtype=torch.bfloat16)
         x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -232,9 +232,16 @@ class Timing:
     stage: str
 
     @property
+    def is_held_up(self) -> bool:
+        """Whether many launches took far longer than others: the host delayed them, for example by
+        compiling, or the device served another process meanwhile.
+        """
+        return self.p80_ms > _HELD_UP * self.p20_ms
+
+    @property
     def undisturbed_ms(self) -> float:
-        """The median, without launches that the host delayed, for example by compiling."""
-        return self.p20_ms if self.p80_ms > _HELD_UP * self.p20_ms else self.median_ms
+        """The median, without launches that were held up."""
+        return self.p20_ms if self.is_held_up else self.median_ms
 
 
 @dataclass(frozen=True)

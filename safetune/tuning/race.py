@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from safetune.both.protocol import GRAPH_LAUNCHES, Budget
 from safetune.outcome import Outcome, Timing
@@ -149,7 +149,7 @@ def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
 def combine(rounds: Sequence[Timing], stage: str = "final") -> Timing:
     """Return one timing for several rounds: the median of each field."""
     return Timing(
-        median_ms=statistics.median(timing.median_ms for timing in rounds),
+        median_ms=statistics.median(timing.undisturbed_ms for timing in rounds),
         p20_ms=statistics.median(timing.p20_ms for timing in rounds),
         p80_ms=statistics.median(timing.p80_ms for timing in rounds),
         count=sum(timing.count for timing in rounds),
@@ -159,8 +159,17 @@ def combine(rounds: Sequence[Timing], stage: str = "final") -> Timing:
 
 def best(timings: Mapping[int, Timing]) -> int:
     """Return the fastest config; among ties, the first declared."""
-    limit = TIE_RATIO * min(timing.median_ms for timing in timings.values())
-    return min(index for index, timing in timings.items() if timing.median_ms <= limit)
+    times = dict(zip(timings, _comparable(timings.values()), strict=True))
+    limit = TIE_RATIO * min(times.values())
+    return min(index for index, time_ms in times.items() if time_ms <= limit)
+
+
+def _comparable(timings: Collection[Timing]) -> list[float]:
+    """Return the medians. If many launches of one config were held up, by another process that the
+    device serves in turn, return the 20th percentiles of all.
+    """
+    is_held_up = any(timing.is_held_up for timing in timings)
+    return [timing.p20_ms if is_held_up else timing.median_ms for timing in timings]
 
 
 def _doubt(timing: Timing) -> float:
@@ -183,12 +192,12 @@ def _ratios(
     """Return the leader, and the bounds of each other racer's time over the leader's, from their
     common rounds.
     """
-    medians = {i: statistics.median(t.median_ms for t in each) for i, each in rounds.items()}
+    medians = {i: statistics.median(t.undisturbed_ms for t in each) for i, each in rounds.items()}
     leader = min(medians, key=medians.__getitem__)
     bounds = {}
     for index in rounds.keys() - {leader}:
-        pairs = zip(rounds[index], rounds[leader], strict=False)
-        ratios = [mine.median_ms / theirs.median_ms for mine, theirs in pairs]
+        pairs = map(_comparable, zip(rounds[index], rounds[leader], strict=False))
+        ratios = [mine / theirs for mine, theirs in pairs]
         count, mean = len(ratios), statistics.fmean(ratios)
         if count < MIN_ROUNDS:
             bounds[index] = 0.0, math.inf

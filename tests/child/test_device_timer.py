@@ -182,14 +182,14 @@ class Walks(DeviceBytes):
         self._library.stub_queue(ctypes.c_double(next(self._walks_ms)))
 
 
-CALM = [0.2] * 11
+CALM = [0.2] * 25
 
 
 @pytest.mark.parametrize(
     ("walks_ms", "launches_ms", "is_busy"),
     [
         (CALM, [], False),
-        ([0.25, *CALM[1:6], *[0.3] * 5], [], False),  # the clock has fallen
+        ([0.25, *CALM[1:12], *[0.3] * 13], [], False),  # the clock has fallen
         ([*CALM[:6], 2.2, *CALM[7:]], [], True),  # another process had its turn
         ([2.2, *CALM[1:]], [], False),  # before the first one that counts
         (CALM, [0.01] * 6 + [5.0], False),  # the host was held up

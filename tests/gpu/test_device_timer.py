@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -62,3 +64,29 @@ def test_a_stall_gives_no_config_up(timer: DeviceTimer) -> None:
     found = measure(launches(2), lambda: None, lambda: None, timer, stalled)
     assert found.stage == "screen"
     assert found.median_ms < 1.5 * quiet.median_ms
+
+
+#: Has the card without a pause, with kernels that fill half of it.
+OTHER = """
+import torch
+half = torch.cuda.get_device_properties(0).multi_processor_count // 2
+x = torch.randn(half, 1 << 16, device="cuda")
+print("ready", flush=True)
+while True:
+    for _ in range(200):
+        x.cumsum_(1)
+    torch.cuda.synchronize()
+"""
+
+
+def test_another_program_on_the_card_is_seen(timer: DeviceTimer) -> None:
+    timer.is_busy()  # loads the program
+    calm = [timer.is_busy() for _ in range(20)]
+    command = [sys.executable, "-c", OTHER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        beside = [timer.is_busy() for _ in range(20)]
+        other.kill()
+    assert sum(calm) <= 2, calm
+    assert sum(beside) >= 16, beside

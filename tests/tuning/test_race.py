@@ -200,3 +200,35 @@ def test_no_config_is_always_first_or_always_follows_the_same_other(count):
     for racer in range(count):
         before = {turn[turn.index(racer) - 1] for turn in turns if turn[0] != racer}
         assert len(before) == min(2, count - 1)
+
+
+def held_up(fastest_us: float, slice_us: float = 105.0) -> Timing:
+    """Return the time of a round in which another process had the device for half of the replays,
+    as measured on an H200: the median lies between the two.
+    """
+    slow_us = fastest_us + slice_us
+    middle_us = (fastest_us + slow_us) / 2
+    return Timing(middle_us / 1e3, fastest_us / 1e3, slow_us / 1e3, 4, "graph")
+
+
+def calm(median_us: float) -> Timing:
+    return Timing(median_us / 1e3, median_us / 1.005e3, median_us * 1.005e-3, 4, "graph")
+
+
+def test_the_fastest_wins_beside_another_process():
+    """Of the best only few launches were not held up; of the slower one, most."""
+    rounds = {0: [held_up(22.0)] * 3 + [calm(22.1)], 1: [calm(24.5)] * 4}
+    assert race.beaten(rounds) == {1}
+    final = {index: race.combine(each, "graph") for index, each in rounds.items()}
+    assert race.best(final) == 0
+    assert final[0].median_ms == pytest.approx(0.022)
+
+
+def test_no_median_is_compared_with_a_percentile():
+    """The median of a calm round is above its 20th percentile, by which it is compared here."""
+    quiet = Timing(0.0222, 0.0220, 0.0224, 4, "graph")
+    later, earlier = race.combine([held_up(22.0)] * 4), race.combine([quiet] * 4)
+    assert race.best({0: later, 1: earlier}) == 0, "they tie"
+    assert race.best({0: earlier, 1: later}) == 0, "they tie"
+    assert race.best({0: replace(later, p20_ms=0.0221), 1: earlier}) == 0, "still a tie"
+    assert race.best({0: replace(later, p20_ms=0.0222), 1: earlier}) == 1
