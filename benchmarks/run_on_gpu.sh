@@ -17,6 +17,8 @@
 #   OUT=results benchmarks/run_on_gpu.sh norm_choices  their choices beside all other configs
 #   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
 #   OUT=results benchmarks/run_on_gpu.sh cold_libraries   what a user of a library waits for
+#   OUT=results benchmarks/run_on_gpu.sh same_bits    what the policy costs; FLA's layers need fla-core
+#   OUT=results benchmarks/run_on_gpu.sh busy_card    choices of eight processes on one card
 #   OUT=results benchmarks/run_on_gpu.sh proofs --sources DIR   libraries' tests: proof_sources.sh
 #
 # benchmarks/gpu_requirements.txt has what is needed besides safetune. Two modes at once need two
@@ -40,7 +42,7 @@ mode=${1:-checks}
 modes="checks integrations two recorded bench"
 benchmarks="tuning_time argument_size choice_quality first_tuning startup store sweep fused_moe_sweep
 fused_moe_exhaustive prune install_time launch_overhead norms_host norms norms_small norm_choices
-unmodified cold_libraries proofs"
+unmodified cold_libraries same_bits proofs busy_card"
 case " $(echo $modes $benchmarks) " in
     *" $mode "*) ;;
     *)
@@ -161,6 +163,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 case $mode in
     checks | integrations | two | recorded | bench) "$mode" ;;
     launch_overhead | norms_host) step "$mode" 120 "$python" "benchmarks/$mode.py" --out "$OUT" "${@:2}" ;;
+    busy_card) step "$mode" 540 "$python" benchmarks/busy_card.py --out "$OUT" "${@:2}" ;;
     fused_moe_exhaustive) parts "$mode" fused_moe_sweep --exhaustive "${@:2}" ;;
     *) parts "$mode" "$mode" "${@:2}" ;;
 esac
