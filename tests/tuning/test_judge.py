@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,27 @@ def test_a_dispute_is_settled_by_the_largest_group_then_by_the_first_declared(
     for config in range(len(groups)):
         outvoted = Mark.OUTVOTED.value in result.marks(config)
         assert outvoted == (config not in right)
+
+
+@pytest.mark.parametrize(("elements", "chosen"), [(40, {0, 1, 2}), (50, {0, 1})])
+def test_in_a_dispute_few_elements_of_many_leave_no_config_out(
+    elements: int, chosen: set[int]
+) -> None:
+    """As in a gradient of FLA, whose terms cancel: any order of addition may be the right one."""
+    made = reports([0, 0, 1], written=[1 << 22] * 3)
+    apart = (GroupDifference(0, (Difference(elements, elements, elements, 1.0),)),)
+    made[2] = replace(made[2], differences=apart)
+    found = judge(made, [(8,)] * 3)
+    assert found.candidates == chosen
+    assert found.disputed.keys() == {0, 1, 2}
+    assert not found.rejected
+
+
+def test_a_majority_rejects_a_config_for_one_element() -> None:
+    made = reports([0, 0, 0, 1], written=[1 << 22] * 4)
+    apart = (GroupDifference(0, (Difference(1, 1, 1, 1.0),)),)
+    made[3] = replace(made[3], differences=apart)
+    assert verdicts(judge(made, [(8,)] * 4)) == {3: Verdict.WRONG_RESULT}
 
 
 def test_a_stored_group_counts_with_its_size_where_the_launched_ones_tie() -> None:
