@@ -83,9 +83,9 @@ class _Worker:
 
         self._session = None  # its memory is freed before the next one's is allocated
         try:
-            arguments_fd, results_fd, *shared = fds
+            arguments_fd, *shared = fds
             job = replace(job, layout=replace(job.layout, fds=tuple(shared)))
-            self._session = Session(job, arguments_fd, results_fd)
+            self._session = Session(job, arguments_fd)
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return replace(DONE, torch=self._session.has_torch)

@@ -48,7 +48,7 @@ def _called(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 class Session:
     """The child's copy of a call: same kernel, same argument bits, its own memory."""
 
-    def __init__(self, job: Prepare, arguments_fd: int, results_fd: int) -> None:
+    def __init__(self, job: Prepare, arguments_fd: int) -> None:
         found = backend.named(job.backend) if job.index >= 0 else None
         use_device = functools.partial(found.use, job.index) if found else str
         self._uuid = use_device()
@@ -79,9 +79,9 @@ class Session:
             self._restored = [(tensor, tensor.clone()) for tensor in restored]
         self._zeroed = self._named_tensors(call.hooks.reset_to_zero)
         names = owners_of(self._named, self._rebuilt.tensors)
+        launch_of = functools.partial(Session._finishing, weakref.proxy(self))
         self._outputs = OutputCheck(
-            *(self._arguments, names, call.hooks.scratch, job.effects),
-            *(functools.partial(Session._finishing, weakref.proxy(self)), results_fd),
+            self._arguments, names, call.hooks.scratch, job.effects, launch_of
         )
         if call.hooks.reference is not None:
             self._outputs.expect(

@@ -408,7 +408,7 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
                 outcome = bench.measure(config, budget)[0] if outcome.ok else outcome
             else:
                 outcome, report = bench.measure(config, budget, groups)
-        if report is not None:
+        if report is not None and outcome.ok:
             outcome = _voted(tuning, config, outcome, report)
         tuning.settle(config, outcome, limit_s=limit_s)
         last = config
@@ -457,11 +457,9 @@ def _judge(tuning: _Tuning, bench: LaunchBench) -> None:
     unseen = [config for config in tuning.new if config in timings]
     unseen = [config for config in unseen if config not in tuning.votes.reports]
     _examine(tuning, bench, [*unseen, *rivals])
-    _place_all(tuning, bench)
     judgement = tuning.judgement(bench)
     if not (judgement.clear and judgement.candidates.issuperset(rivals)):
         _examine(tuning, bench, sorted(tuning.judged.keys() - rivals))
-        _place_all(tuning, bench)
         judgement = tuning.judgement(bench)
     _apply(tuning, judgement, rivals)
     tuning.notes.extend(tuning.votes.notes())
@@ -488,14 +486,6 @@ def _apply(tuning: _Tuning, judgement: Judgement, compared: Sequence[int]) -> No
     tuning.candidates.update(judgement.candidates)
     if judgement.candidates.issuperset(compared):
         tuning.candidates.update(unexamined)
-
-
-def _place_all(tuning: _Tuning, bench: LaunchBench) -> None:
-    """Examine configs again that agree with no result for which there was room."""
-    before = math.inf
-    while len(unplaced := tuning.votes.unplaced()) < before and unplaced:
-        before = len(unplaced)
-        _examine(tuning, bench, unplaced)
 
 
 def _keep_same_bits(tuning: _Tuning, bench: LaunchBench) -> None:
