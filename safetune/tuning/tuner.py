@@ -99,7 +99,6 @@ def tune(
     phases.enter("wait")
     with single_flight.elect(request, store, key_budget or budget) as election:
         phases.enter("store")
-        assert election.plan is not None
         tuning = recall(election.plan, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
