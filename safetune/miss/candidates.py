@@ -22,7 +22,7 @@ from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
 from safetune.tuning import requests
-from safetune.tuning.neighbours import comparable, distance, pairs_of
+from safetune.tuning.neighbours import comparable, distance
 from safetune.tuning.requests import TuningRequest
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _chosen_elsewhere(
         apart = [
             (far, config, source)
             for config, source in group
-            if (far := distance(call["values"], pairs_of(source.call.get("values")))) is not None
+            if (far := distance(call["values"], source.call["values"])) is not None
         ]
         if apart:
             _, config, source = min(apart, key=itemgetter(0))
