@@ -139,13 +139,12 @@ class _Tuning:
     #: Of each config whose launch is that of another one, which was run for both, that one.
     same: dict[int, int] = field(default_factory=dict)
     votes: Votes = field(default_factory=Votes)
-    #: The configs that were compiled or launched in this tuning.
-    measured: set[int] = field(default_factory=set)
-    #: The first time of each of them that had one, in milliseconds, whatever became of it.
+    #: The first time of each config in this tuning, in milliseconds, whatever became of it.
     screened: dict[int, float] = field(default_factory=dict)
     contenders: set[int] = field(default_factory=set)  # those that its final leaves, see `race`
     given_up: list[int] = field(default_factory=list)  # those that compiled for too long
-    #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
+    #: When each config ended that was compiled or launched in this tuning. Their rows keep it, so
+    #: that stored trials say how long a sweep took.
     ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
     name: str = field(default_factory=lambda: os.urandom(6).hex())  # see `Outcome.tunings`
@@ -213,7 +212,6 @@ class _Tuning:
         if outcome.timing is not None and not (stage == "final" and outcome.final is not None):
             self.screened.setdefault(config, outcome.timing.median_ms)
             outcome = outcome.timed_in(self.name)
-        self.measured.add(config)
         self.ended[config] = time.time()
         self.keep({config: outcome})
         self.announce(config, stage, outcome)
@@ -271,7 +269,7 @@ class _Tuning:
                 stage=stage,
                 config=self.request.configs[config],
                 outcome=outcome,
-                done=len(self.measured),
+                done=len(self.ended),
                 total=self.total,
             )
         )
@@ -285,7 +283,7 @@ class _Tuning:
             choice=configs[best],
             stored=choice,
             outcomes=tuple((configs[i], self.outcomes[i]) for i in sorted(self.outcomes)),
-            measured=len(self.measured),
+            measured=len(self.ended),
             notes=tuple(self.notes),
             phases=self.phases.seconds(),
             left_out=self.left_out(best),
@@ -567,7 +565,6 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
     def run(budgets: Mapping[int, Budget]) -> Mapping[int, Outcome]:
         for config in budgets:
             tuning.announce(config, "final")
-        tuning.measured.update(budgets)
         first = next(iter(budgets))
         outcomes = bench.in_turn({**budgets, first: replace(budgets[first], watch=True)})
         rounds.append(any(BUSY in outcome.marks for outcome in outcomes.values()))
@@ -586,7 +583,11 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
         kernel, asked, way = tuning.request.key.kernel.name, way, "events"
         logger.info("%s: timed by 'events', not %r (%s)", kernel, asked, error)
         finals, failed, left = race.race(racers, run, short)
-    ended = {c: _with_final(tuning.outcomes[c], timing, way) for c, timing in finals.items()}
+    outcomes = tuning.outcomes
+    if way == "events":
+        ended = {c: replace(outcomes[c], timing=timing, final=None) for c, timing in finals.items()}
+    else:  # beside the time of the screening, which is of another kind
+        ended = {c: replace(outcomes[c], final=timing) for c, timing in finals.items()}
     for config, outcome in (ended | failed).items():
         tuning.settle(config, outcome, stage="final")
     for config, same in tuning.same.items():
@@ -598,15 +599,6 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
 
 class _OnlyEvents(Exception):
     """A config cannot be timed as replays; the text says why."""
-
-
-def _with_final(outcome: Outcome, timing: Timing, way: str) -> Outcome:
-    """Return an outcome with its time in the final; beside that of its screening if both differ
-    in kind.
-    """
-    if way == "events":
-        return replace(outcome, timing=timing, final=None)
-    return replace(outcome, final=timing)
 
 
 def _repeats(tuning: _Tuning, bench: LaunchBench) -> bool:
@@ -655,7 +647,7 @@ def _best(tuning: _Tuning) -> int:
         key, configs = tuning.request.key, tuning.request.configs
         outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
         requests.note_hopeless(tuning.request)
-        raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.measured))
+        raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.ended))
     raced = timings.keys() & tuning.contenders
     near = raced or {*tuning.finalists()[0]}
     if raced:
@@ -687,7 +679,7 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
         config=config_record(tuning.request.configs[best]),
         declared=tuning.request.declared,
         median_ms=timing.median_ms,
-        measured=len(tuning.measured),
+        measured=len(tuning.ended),
         created=time.time(),
         marks=marks,
     )
