@@ -395,7 +395,12 @@ class Plan:
     @forks.cached_property
     def latest(self) -> dict[int, TrialRecord]:
         """The latest non-transient trial of each config that has one, by index."""
-        return _latest_trials(self.request, self.trials)
+        indexes = {config_digest(config): i for i, config in enumerate(self.request.configs)}
+        return {
+            indexes[trial.config_digest]: trial
+            for trial in self.trials
+            if trial.config_digest in indexes and trial.outcome.verdict not in TRANSIENT
+        }
 
     @forks.cached_property
     def due(self) -> bool:
@@ -445,8 +450,7 @@ class Plan:
         request, limits = self.request, self.request.limits
         if request.force:
             return self.took_down
-        some_work = any(trial.outcome.runs for trial in self.latest.values())
-        known = _seen(request, self.latest, some_work)
+        known = self._seen(any(trial.outcome.runs for trial in self.latest.values()))
         outcomes = {config: seen.outcome for config, seen in known.items()}
         some_work = any(outcome.runs for outcome in outcomes.values())
         untried = self._untried(outcomes)
@@ -494,9 +498,24 @@ class Plan:
         if not any(trial.elsewhere or trial.outcome.verdict in OF_SCOPE for trial in self.trials):
             return False
         configs = self.request.configs
-        known = _seen(self.request, self.latest, True)
-        seen = known.get(configs.index(config)) if config in configs else None
+        seen = self._seen(True).get(configs.index(config)) if config in configs else None
         return seen is not None and seen.outcome.clean
+
+    @property
+    def expected(self) -> dict[int, Outcome]:
+        """The outcomes that can be expected for the call.
+
+        A config that hung or crashed with another call is not launched in the caller either.
+        """
+        known = {config: seen.outcome for config, seen in self._seen(True).items()}
+        return {**known, **self.request.grids.failures}
+
+    def _seen(self, some_work: bool) -> dict[int, Failure | TrialRecord]:
+        """Return what was seen of each config with the call, if it says something."""
+        latest = self.latest
+        scopes = self.request.scopes.of if latest else ()
+        seen = {c: trial.seen_with(scopes[c], some_work) for c, trial in latest.items()}
+        return {config: found for config, found in seen.items() if found is not None}
 
     @property
     def left(self) -> list[int]:
@@ -508,36 +527,6 @@ class Plan:
         """The stored times, in the form of Triton's tuner."""
         configs = self.request.configs
         return {configs[i]: _as_triton(trial.outcome) for i, trial in self.latest.items()}
-
-
-def known_outcomes(request: TuningRequest, store: Store) -> dict[int, Outcome]:
-    """Return the stored outcomes that can be expected for a call, by index.
-
-    A config that hung or crashed with another call is not launched in the caller either.
-    """
-    trials = _latest_trials(request, store.trials(request.key.digest))
-    known = {config: seen.outcome for config, seen in _seen(request, trials, True).items()}
-    return {**known, **request.grids.failures}
-
-
-def _seen(
-    request: TuningRequest, trials: Mapping[int, TrialRecord], some_work: bool
-) -> dict[int, Failure | TrialRecord]:
-    if not trials:
-        return {}
-    scopes = request.scopes.of
-    seen = {config: trial.seen_with(scopes[config], some_work) for config, trial in trials.items()}
-    return {config: found for config, found in seen.items() if found is not None}
-
-
-def _latest_trials(request: TuningRequest, stored: Iterable[TrialRecord]) -> dict[int, TrialRecord]:
-    """Return the latest trial of each config that has one which is not transient, by index."""
-    indexes = {config_digest(config): index for index, config in enumerate(request.configs)}
-    return {
-        indexes[trial.config_digest]: trial
-        for trial in stored
-        if trial.config_digest in indexes and trial.outcome.verdict not in TRANSIENT
-    }
 
 
 def _unsettled(outcome: Outcome) -> Outcome:
