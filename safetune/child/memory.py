@@ -100,7 +100,8 @@ class HostBytes:
         ctypes.memset(run.address, value, run.size)
 
     def checksums(self, runs: Sequence[Run]) -> list[int]:
-        return [_checksum(run) for run in runs]
+        digests = (hashlib.blake2b(_content(run), digest_size=8) for run in runs)
+        return [int.from_bytes(each.digest(), "big") for each in digests]
 
     def unlike(self, views: Sequence[tuple[View, int]]) -> list[int]:
         return [
@@ -129,10 +130,6 @@ def _elements(view: View) -> Any:
     extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     content = _content(Run(view.address, extent * view.width))
     return torch.frombuffer(content, dtype=kind).as_strided(shape, stride)
-
-
-def _checksum(run: Run) -> int:
-    return int.from_bytes(hashlib.blake2b(_content(run), digest_size=8).digest(), "big")
 
 
 def _signed(value: int, width: int) -> int:

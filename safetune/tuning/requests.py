@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from safetune.tuning.search import Proposer
 
 
-#: The most configs that a mark names.
-_NAMED = 3
-
 #: What a config has at least to answer, however many have hung.
 _LEAST_S = 1.0
 
@@ -536,46 +533,18 @@ def _unsettled(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def marks_of_choice(
-    outcome: Outcome, tried: int, every: int, given_up: Sequence[str]
-) -> tuple[str, ...]:
-    """Return what users must know about a choice with this outcome, made among `tried` configs.
-
-    Args:
-        given_up: the configs that compiled for too long.
-    """
-    dispute = Mark.DISPUTED.reason_in(outcome.marks)
-    marks = [Mark.DISPUTED.of(dispute)] if dispute else []
-    marks += [BUSY] * (BUSY in outcome.marks)
-    if outcome.marked(Mark.NOT_REPEATABLE):
-        marks.append(Mark.NOT_REPEATABLE.of(Mark.NOT_REPEATABLE.reason_in(outcome.marks)))
-    if tried < every:
-        named = [*given_up[:_NAMED], *["..."] * (len(given_up) > _NAMED)]
-        slow = f"; given up while compiling: {'; '.join(named)}" if named else ""
-        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{slow}"))
-    return tuple(marks)
-
-
-#: The mark of a choice that was raced once more, and again while other work was on the device.
-BUSY_AGAIN = f"{BUSY}, twice"
-
-
-def searched(marks: Sequence[str]) -> str:
-    """Return among how many configs a choice with these marks was made; empty if among all."""
-    return Mark.SEARCHED.reason_in(marks)
-
-
 def _measures_more(request: TuningRequest, tried: int, marks: Sequence[str]) -> bool:
     """Whether configs without an outcome are measured for a key that has a choice.
 
     What a search has left out is measured by one that may take more configs, and without a budget.
     """
-    if searched(marks) and not request.goes_on:
+    searched = Mark.SEARCHED.reason_in(marks)
+    if searched and not request.goes_on:
         return False
     if request.budget is None:
         return True
     if request.budget.configs is None:
-        return not searched(marks)
+        return not searched
     return tried < request.budget.configs
 
 

@@ -312,9 +312,5 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
             threading.Thread(target=beat, name="safetune-shared-lease", daemon=True).start()
 
 
-def _after_fork_in_child() -> None:
-    """A forked child tunes nothing."""
-    _of_thread.names.clear()
-
-
-forks.register("tuning", after_in_child=_after_fork_in_child)
+# A forked child tunes nothing.
+forks.register("tuning", after_in_child=lambda: _of_thread.names.clear())

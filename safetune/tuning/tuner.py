@@ -53,6 +53,12 @@ _UNKNOWN_ELSEWHERE = (
 #: rounds of its final: a few do not change the medians.
 _BUSY_SHARE = 1 / 3
 
+#: The mark of a choice that was raced once more, and again while other work was on the device.
+BUSY_AGAIN = f"{BUSY}, twice"
+
+#: The most configs that a mark names.
+_NAMED = 3
+
 #: Why a result cannot be compared to the bit.
 _UNKNOWN_BITS = "its text has atomics, assembly or a clock, or could not be read"
 _OTHER_BITS = "launches of that config leave other bits each time, or fail on drawn inputs"
@@ -153,9 +159,9 @@ class _Tuning:
         """Return the choice that the key has already, if no new config works beside it."""
         works = any(self.outcomes[config].ok for config in self.new if config in self.outcomes)
         before = self.standing
-        if works or before is None or requests.searched(before.marks) or BUSY in before.marks:
+        if works or before is None or BUSY in before.marks:
             return None
-        return before
+        return None if Mark.SEARCHED.reason_in(before.marks) else before
 
     def right(self) -> dict[int, Outcome]:
         """Return the outcomes of the configs that are ok and have the right result, in order."""
@@ -660,18 +666,13 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     outcome = tuning.outcomes[best]
     timing, before = outcome.timing, tuning.standing
     assert timing is not None
-    given_up = [config_text(tuning.request.configs[config]) for config in tuning.given_up]
-    every = len(tuning.digests)
-    marks = requests.marks_of_choice(outcome, len(tuning.outcomes), every, given_up)
-    if tuning.request.same_bits:
-        marks += tuple(mark for mark in outcome.marks if mark.startswith(Mark.SAME_BITS.value))
-    raced_again = before is not None and BUSY in before.marks
-    if raced_again:
-        marks = tuple(requests.BUSY_AGAIN if mark == BUSY else mark for mark in marks)
-    went_on = raced_again or (
-        before is not None and requests.searched(before.marks) != requests.searched(marks)
+    marks = _marks_of_choice(tuning, outcome)
+    searched = Mark.SEARCHED.reason_in
+    replaces = before is not None and (
+        best != tuning.incumbent
+        or BUSY in before.marks
+        or searched(before.marks) != searched(marks)
     )
-    replaces = before is not None and (best != tuning.incumbent or went_on)
     choice = ChoiceRecord(
         key=tuning.request.key.digest,
         generation=tuning.generation + replaces,
@@ -687,3 +688,19 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     # One from another list of configs cannot be launched here, nor one that fails for the call.
     fails = {tuning.digests[config] for config, o in tuning.outcomes.items() if o.clean}
     return stored if stored.config_digest in {*tuning.digests} - fails else choice
+
+
+def _marks_of_choice(tuning: _Tuning, outcome: Outcome) -> tuple[str, ...]:
+    """Return what users must know about the choice of a config with this outcome."""
+    kinds = [Mark.DISPUTED, Mark.NOT_REPEATABLE, *[Mark.SAME_BITS] * tuning.request.same_bits]
+    marks = [text for text in outcome.marks if text.partition(":")[0] in kinds]
+    if BUSY in outcome.marks:
+        before = tuning.standing
+        marks.append(BUSY_AGAIN if before is not None and BUSY in before.marks else BUSY)
+    tried, every = len(tuning.outcomes), len(tuning.digests)
+    if tried < every:
+        slow = [config_text(tuning.request.configs[config]) for config in tuning.given_up[:_NAMED]]
+        more = ["..."] * (len(tuning.given_up) > _NAMED)
+        given_up = f"; given up while compiling: {'; '.join([*slow, *more])}" if slow else ""
+        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{given_up}"))
+    return tuple(marks)
