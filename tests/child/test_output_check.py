@@ -224,6 +224,20 @@ class TestResults:
             report = trial.run(lambda out, x, value=config: out.fill_(value + 1.00001))
             assert (report.group, trial.launched) == (config, again)
 
+    def test_without_room_for_it_a_result_is_made_again(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also that of a config whose earlier result was another one, and was held."""
+        trial.run(lambda out, x: out.fill_(1.0))
+        where = type(trial.arguments.blocks[0].bytes)
+        monkeypatch.setattr(where, "has_room", lambda *size: False)
+        trial.launches[0] = double
+        report = trial.check.examine([], 0)
+        assert report.new_group is not None
+        trial.groups = [report.new_group]
+        assert trial.run(lambda out, x: out.copy_(2 * x + 1e-6)).group == 0
+        assert trial.launched == [0]
+
     def test_a_launch_that_writes_nothing_has_another_result(self, trial: Trial) -> None:
         trial.run(double)
         assert trial.run(lambda out, x: None).group == 1
