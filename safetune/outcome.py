@@ -169,7 +169,6 @@ class Group:
     """Configs whose results agree. The result of the first one is kept (`child.results`)."""
 
     number: int  # the first config
-    slot: int  # its place, in the file if it is small
     blocks: tuple[int, ...]  # the storages that it has written
     sums: tuple[int, ...] = ()  # for each of `blocks` the checksum of what it holds then
     written: tuple[int, ...] = ()  # see `OutputReport`
@@ -199,7 +198,7 @@ class OutputReport:
     Fields with an entry per compared tensor are empty, or 0, if unknown.
     """
 
-    group: int | None  # that it agrees with; None if no more groups could be kept
+    group: int  # that it agrees with
     new_group: Group | None = None  # that group, when this config is its first
     differences: tuple[GroupDifference, ...] = ()  # from the groups that it does not agree with
     spread: tuple[float, ...] = ()  # by tensor, the `excess` of a second run of it

@@ -111,8 +111,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Rebuild a call. The descriptors are the memory file with its tensors, the results file, and
-    the layout's shared memory.
+    """Rebuild a call. The descriptors are the memory file with its tensors, and the layout's shared
+    memory.
     """
 
     packed: bytes  # the call and its configs

@@ -73,7 +73,7 @@ class _Worker:
             case protocol.Specify() | protocol.Measure() | protocol.Repeat() | protocol.Bits() if (
                 self._session is not None
             ):
-                return _asked(self._session, job)
+                return self._session.answer(job)
             case _:
                 return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
         return DONE, b""
@@ -83,9 +83,9 @@ class _Worker:
 
         self._session = None  # its memory is freed before the next one's is allocated
         try:
-            arguments_fd, results_fd, *shared = fds
+            arguments_fd, *shared = fds
             job = replace(job, layout=replace(job.layout, fds=tuple(shared)))
-            self._session = Session(job, arguments_fd, results_fd)
+            self._session = Session(job, arguments_fd)
         except BaseException as error:
             return Answer(failures.of_launch(error))
         return replace(DONE, torch=self._session.has_torch)
@@ -102,19 +102,6 @@ class _Worker:
             return replace(DONE, binary=binary)
         except BaseException as error:
             return Answer(failures.of_compile(error))
-
-
-def _asked(session: Session, job: protocol.OfCall) -> tuple[Answer, bytes]:
-    """Return the answer of a session, or that only one with torch can answer."""
-    if isinstance(job, protocol.Specify):
-        answer, data = session.spec_of(job.config)
-    elif isinstance(job, protocol.Repeat):
-        answer, data = session.repeat(job), b""
-    elif isinstance(job, protocol.Bits):
-        answer, data = session.bits(job), b""
-    else:
-        answer, data = session.measure(job), b""
-    return (replace(DONE, torch=True), b"") if session.needs_torch else (answer, data)
 
 
 def _take_over(job: Start) -> None:

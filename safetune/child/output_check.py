@@ -25,8 +25,6 @@ from safetune.outcome import Difference, Effects, Group, GroupDifference, Output
 
 #: A config whose first launch takes longer is launched once, whether it is slow or was held up.
 _SLOW_S = 2.0
-#: More results than a few are kept while they are within this size in bytes.
-_KEPT_BYTES = 1 << 28
 #: A config that is launched again is launched so often at most.
 _MOST_REPEATS = 32
 #: The other float inputs on which configs are to have the same bits.
@@ -53,8 +51,6 @@ class OutputCheck:
         scratch: arguments that are not compared.
         effects: the kernel's writes according to its text.
         launch_of: returns the launch of a config number.
-        fd, kept_bytes: see `Results`.
-        slow_s: seconds; a config whose first launch takes longer is launched once.
 
     Attributes:
         left: the config that ran since the last `restore`, and how often; None if unknown.
@@ -69,16 +65,12 @@ class OutputCheck:
         scratch: Sequence[str],
         effects: Effects,
         launch_of: Callable[[int], Launch],
-        fd: int,
-        kept_bytes: int = _KEPT_BYTES,
-        slow_s: float = _SLOW_S,
     ) -> None:
         self._arguments = arguments
         self._names = names
         self._effects = effects
         self._launch_of = launch_of
-        self._slow_s = slow_s
-        self._results = Results(arguments, fd, kept_bytes, self._relaunch)
+        self._results = Results(arguments, self._relaunch)
         self._expected: dict[int, Any] = {}
         self._input_sizes: dict[int, float] = {}
         self.left: tuple[int, int] | None = None
@@ -131,27 +123,22 @@ class OutputCheck:
             self._check_expected()
         start = time.perf_counter()
         written = self._run(config, self._overwrite)
-        slow = time.perf_counter() - start > self._slow_s
+        slow = time.perf_counter() - start > _SLOW_S
         group, differences = self._find(groups)
         counts = self._counts(group)
         difference = self._largest_difference(groups[0]) if differences else ""
-        new_group = self._results.keep(config, groups, written, counts) if group is None else None
-        if new_group is None and group is None:  # there is no room: one that agrees is good enough
-            near = (d.group for d in differences if not any(t.elements for t in d.tensors))
-            number = next(near, None)
-            group = next((each for each in groups if each.number == number), None)
-        same = group or new_group
+        same = group or self._results.keep(config, written, counts)
         views, sums = self._arguments.views, self._arguments.sums
         report = OutputReport(
-            group=None if same is None else same.number,
-            new_group=new_group,
+            group=same.number,
+            new_group=None if group else same,
             differences=differences,
             written=counts,
             sums=tuple(sums[views[i].block] for i in self._compared),
             unowned=tuple(self._names_in(block) for block in self._arguments.unowned()),
             difference=difference,
         )
-        if not self._effects.atomics or same is None or slow:
+        if not self._effects.atomics or slow:
             return report
         self._run(config, self._overwrite)
         again = self._difference(same)

@@ -14,8 +14,8 @@ from typing import Any
 from triton.runtime.autotuner import Config
 
 from safetune import triton_compile, triton_launch
-from safetune.both import backend
-from safetune.both.protocol import DONE, Answer, Bits, Budget, Measure, Prepare, Repeat
+from safetune.both import backend, protocol
+from safetune.both.protocol import DONE, Answer, Budget
 from safetune.both.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.child import failures, rebuild_call, stand_ins
 from safetune.child.device import DeviceLaunches, DeviceTimer
@@ -48,7 +48,7 @@ def _called(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 class Session:
     """The child's copy of a call: same kernel, same argument bits, its own memory."""
 
-    def __init__(self, job: Prepare, arguments_fd: int, results_fd: int) -> None:
+    def __init__(self, job: protocol.Prepare, arguments_fd: int) -> None:
         found = backend.named(job.backend) if job.index >= 0 else None
         use_device = functools.partial(found.use, job.index) if found else str
         self._uuid = use_device()
@@ -79,9 +79,9 @@ class Session:
             self._restored = [(tensor, tensor.clone()) for tensor in restored]
         self._zeroed = self._named_tensors(call.hooks.reset_to_zero)
         names = owners_of(self._named, self._rebuilt.tensors)
+        launch_of = functools.partial(Session._finishing, weakref.proxy(self))
         self._outputs = OutputCheck(
-            *(self._arguments, names, call.hooks.scratch, job.effects),
-            *(functools.partial(Session._finishing, weakref.proxy(self)), results_fd),
+            self._arguments, names, call.hooks.scratch, job.effects, launch_of
         )
         if call.hooks.reference is not None:
             self._outputs.expect(
@@ -94,83 +94,78 @@ class Session:
         """Whether the call has torch tensors."""
         return self._rebuilt.torch
 
-    @property
-    def needs_torch(self) -> bool:
-        """Whether user code has asked for torch, which invalidates any answer given without it."""
-        return not self.has_torch and bool(stand_ins.asked)
+    def answer(self, job: protocol.OfCall) -> tuple[Answer, bytes]:
+        """Return the answer to a job, and its bytes. If user code has asked for torch, any answer
+        given without it is invalid: then say that only a child with torch can do the job.
+        """
+        found = self._answered(job)
+        lacks_torch = not self.has_torch and stand_ins.asked
+        return (replace(DONE, torch=True), b"") if lacks_torch else found
 
-    def spec_of(self, config: int) -> tuple[Answer, bytes]:
+    def _answered(self, job: protocol.OfCall) -> tuple[Answer, bytes]:
+        try:
+            with stand_ins.noting_torch():
+                match job:
+                    case protocol.Specify():
+                        return DONE, self._spec_of(job.config)
+                    case protocol.Measure():
+                        return self._measured(job), b""
+                    case protocol.Repeat():
+                        return self._repeated(job), b""
+                    case protocol.Bits():
+                        return replace(DONE, bits=self._outputs.bits(job.config)), b""
+        except tuple(_VERDICTS) as error:
+            return Answer(Outcome(_VERDICTS[type(error)], message=str(error))), b""
+        except BaseException as error:  # sys.exit in a hook is a failed config like any other
+            return Answer(failures.of_launch(error)), b""
+
+    def _spec_of(self, config: int) -> bytes:
         """Return the compiler's input for a config, after its heuristics and hooks have run."""
         launch = self._launch_of(config)
         jit, _ = base_function(self._call.kernel)
         self._outputs.left = None  # hooks change it
-        try:
-            with stand_ins.noting_torch():
-                spec = launch.with_hooks(
-                    lambda: compile_spec.capture_spec(jit, launch, self._call.index)
-                )
-            self._arguments.restore()
-        except BaseException as error:  # sys.exit in a hook is a failed config like any other
-            return Answer(failures.of_launch(error)), b""
-        return DONE, spec
+        spec: bytes = launch.with_hooks(
+            lambda: compile_spec.capture_spec(jit, launch, self._call.index)
+        )
+        self._arguments.restore()
+        return spec
 
-    def measure(self, job: Measure) -> Answer:
+    def _measured(self, job: protocol.Measure) -> Answer:
         """Run a config from the caller's bits, check what it wrote and, with a budget, time it."""
-
-        def run() -> Answer:
-            report: OutputReport | None = None
-            timing: Timing | None = None
-            marks: tuple[str, ...] = ()
-            self._why_events = ""
-            launch = self._launch_of(job.config)
-            if job.groups is not None:
-                report = self._outputs.examine(job.groups, job.config)
-                self._seen.add(job.config)
-            self._outputs.restore()
-            before = launch.count
-            if job.config not in self._seen:  # its first launch loads it
-                self._finished(launch)
+        report: OutputReport | None = None
+        timing: Timing | None = None
+        marks: tuple[str, ...] = ()
+        self._why_events = ""
+        launch = self._launch_of(job.config)
+        if job.groups is not None:
+            report = self._outputs.examine(job.groups, job.config)
             self._seen.add(job.config)
-            if job.budget is not None:
-                marks = (BUSY,) if job.budget.watch and self._timer.is_busy() else ()
-                timing = self._time(job.config, launch, job.budget)
-            self._timer.synchronize()
-            launches = launch.count - before
-            if launches and job.budget is not None and job.budget.way == "events":
-                self._outputs.left = job.config, launches
-            self._outputs.check_guards()
-            outcome = Outcome(
-                *(Verdict.OK, timing), message=self._why_events, gpu_uuid=self._uuid, marks=marks
-            )
-            return Answer(outcome, report)
+        self._outputs.restore()
+        before = launch.count
+        if job.config not in self._seen:  # its first launch loads it
+            self._finished(launch)
+        self._seen.add(job.config)
+        if job.budget is not None:
+            marks = (BUSY,) if job.budget.watch and self._timer.is_busy() else ()
+            timing = self._time(job.config, launch, job.budget)
+        self._timer.synchronize()
+        launches = launch.count - before
+        if launches and job.budget is not None and job.budget.way == "events":
+            self._outputs.left = job.config, launches
+        self._outputs.check_guards()
+        outcome = Outcome(
+            *(Verdict.OK, timing), message=self._why_events, gpu_uuid=self._uuid, marks=marks
+        )
+        return Answer(outcome, report)
 
-        return self._answered(run)
-
-    def repeat(self, job: Repeat) -> Answer:
+    def _repeated(self, job: protocol.Repeat) -> Answer:
         """Launch a config repeatedly, and report the configs whose bits have varied.
 
         The interpreter runs programs in sequence, so it shows little.
         """
-
-        def run() -> Answer:
-            least = 2 if self._call.interpreted else 4
-            self._outputs.repeat(job.config, least, job.time_ms / 1e3, self._timer.disturb)
-            return replace(DONE, varied=tuple(sorted(self._outputs.varied)))
-
-        return self._answered(run)
-
-    def bits(self, job: Bits) -> Answer:
-        """Return the bits that a config leaves, on several inputs."""
-        return self._answered(lambda: replace(DONE, bits=self._outputs.bits(job.config)))
-
-    def _answered(self, run: Callable[[], Answer]) -> Answer:
-        try:
-            with stand_ins.noting_torch():
-                return run()
-        except tuple(_VERDICTS) as error:
-            return Answer(Outcome(_VERDICTS[type(error)], message=str(error)))
-        except BaseException as error:
-            return Answer(failures.of_launch(error))
+        least = 2 if self._call.interpreted else 4
+        self._outputs.repeat(job.config, least, job.time_ms / 1e3, self._timer.disturb)
+        return replace(DONE, varied=tuple(sorted(self._outputs.varied)))
 
     def _finishing(self, config: int) -> Launch:
         return functools.partial(self._finished, self._launch_of(config))

@@ -12,7 +12,7 @@ from typing import Any
 from safetune.errors import InvalidSetting
 from safetune.keys.tuning_key import Bucket
 from safetune.store.records import RelatedChoice
-from safetune.tuning.neighbours import comparable, pairs_of
+from safetune.tuning.neighbours import comparable
 from safetune.tuning.requests import TuningRequest
 
 #: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
@@ -52,7 +52,7 @@ def _points(
     request_values, toolchain = dict(request.key.values), request.key.toolchain.record()
     points: dict[tuple[Any, ...], str] = {}
     for _, source in comparable(request.by_digest, request.key.record(), related):
-        values = {str(name): value for name, value in pairs_of(source.call.get("values"))}
+        values = dict(source.call["values"])
         point = tuple(values.pop(name, None) for name in names)
         numbers = all(type(value) in (int, float) for value in point)
         if numbers and values == request_values and source.toolchain == toolchain:

@@ -21,9 +21,8 @@ from safetune.launch.call_shape import heuristic_values, named_arguments, specia
 from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
-from safetune.tuning import requests
-from safetune.tuning.neighbours import comparable, distance, pairs_of
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.neighbours import comparable, distance
+from safetune.tuning.requests import Plan, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
@@ -148,7 +147,7 @@ def _chosen_elsewhere(
         apart = [
             (far, config, source)
             for config, source in group
-            if (far := distance(call["values"], pairs_of(source.call.get("values")))) is not None
+            if (far := distance(call["values"], source.call["values"])) is not None
         ]
         if apart:
             _, config, source = min(apart, key=itemgetter(0))
@@ -176,9 +175,10 @@ def known_outcomes(request: TuningRequest, store: Store) -> Outcomes:
 
     A config that ran but was not judged counts as untried: it may work.
     """
+    plan = Plan(request, None, store.trials(request.key.digest))
     return [
         (request.configs[index], outcome)
-        for index, outcome in requests.known_outcomes(request, store).items()
+        for index, outcome in plan.expected.items()
         if outcome.verdict is not Verdict.NOT_JUDGED
     ]
 

@@ -26,7 +26,7 @@ from safetune.offline.warm import Described, as_device
 from safetune.settings import Settings
 from safetune.store.lookup import Lookup
 from safetune.store.records import KeyRecord, RecordedCall
-from safetune.tuning.neighbours import comparable, distance, pairs_of
+from safetune.tuning.neighbours import comparable, distance
 
 
 class Found(str, Enum):
@@ -212,7 +212,7 @@ def _store_or_pack(
 def _found_near(key: TuningKey, configs: Collection[str], lookup: Lookup) -> Found:
     call = key.record()
     far = (
-        distance(call["values"], pairs_of(source.call.get("values")))
+        distance(call["values"], source.call["values"])
         for _, source in comparable(dict.fromkeys(configs), call, lookup.related(key))
     )
     return Found.NOTHING if all(each is None for each in far) else Found.NEAREST

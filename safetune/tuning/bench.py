@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +117,6 @@ class LaunchBench:
         drawn = ", ".join(inputs.regenerated)
         self._marks = (*([Mark.REGENERATED.of(drawn)] if drawn else ()), *request.marks)
         self.notes = inputs.notes
-        results_fd = os.memfd_create("safetune-results", os.MFD_CLOEXEC)
-        opened.callback(os.close, results_fd)
         prepare = Prepare(
             packed=packed,
             layout=inputs.layout,
@@ -132,11 +129,11 @@ class LaunchBench:
 
         def on_host() -> tuple[Prepare, tuple[int, ...]]:
             inputs.move_to_host()
-            return replace(prepare, layout=inputs.layout), (inputs.fd, results_fd)
+            return replace(prepare, layout=inputs.layout), (inputs.fd,)
 
         return MeasuringChild(
             prepare,
-            (inputs.fd, results_fd, *inputs.shared_fds),
+            (inputs.fd, *inputs.shared_fds),
             request.limits.run_timeout_s,
             fresh=self._fresh,
             with_torch=self._with_torch or bool(_NAMES_TORCH.search(packed)),

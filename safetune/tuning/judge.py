@@ -73,10 +73,9 @@ class Votes:
     def add(self, config: int, report: OutputReport) -> None:
         """Add a config's report; it replaces an earlier one."""
         before = self.reports.get(config)
-        if before is not None and before.group is not None:
+        if before is not None:
             self._sizes[before.group] -= 1
-        if report.group is not None:
-            self._sizes[report.group] += 1
+        self._sizes[report.group] += 1
         self.reports[config] = report
         if report.new_group is not None:
             self._kept[config] = report.new_group
@@ -85,19 +84,6 @@ class Votes:
         """Return the groups whose results are kept, largest first."""
         sizes = self._sizes
         return sorted(self._kept.values(), key=lambda group: (-sizes[group.number], group.number))
-
-    def unplaced(self) -> list[int]:
-        """Return the configs that agree with no kept result, if they may be the majority: they must
-        then be examined again. Groups of one config make room for theirs.
-        """
-        found = [config for config, report in self.reports.items() if report.group is None]
-        sizes = self._sizes
-        most = max(sizes.values(), default=0)
-        if 2 * (most + len(found)) <= len(self.reports):
-            return []
-        if found:
-            self._kept = {n: group for n, group in self._kept.items() if sizes[n] > 1}
-        return found
 
     def notes(self) -> list[str]:
         """Return what to report to the user, one sentence for each finding."""
@@ -187,7 +173,7 @@ class _Results:
             min(_SPREAD_FACTOR * statistics.median_low(values), _LARGEST_SPREAD)
             for values in zip(*spreads, strict=True)
         ]
-        #: The group of each config; a number of its own where it is in none, or its runs differ.
+        #: The group of each config; a number of its own where its runs differ.
         self._of = {config: self._number(config) for config in reports}
         self._between: dict[tuple[int, int], tuple[Difference, ...]] = {}
         for config, report in reports.items():
@@ -280,8 +266,7 @@ class _Results:
         return all(own[name] in each or len(each) > 1 for name, each in values.items())
 
     def _number(self, config: int) -> int:
-        group = self._reports[config].group
-        return -1 - config if group is None or self._is_unsteady(config) else group
+        return -1 - config if self._is_unsteady(config) else self._reports[config].group
 
     def _is_unsteady(self, config: int) -> bool:
         """Whether two runs of a config differ by more than those of most configs do."""

@@ -44,10 +44,10 @@ def _neighbours(request: TuningRequest, store: Store) -> list[Neighbour]:
     found = []
     related = store.related(key.kernel.digest, key.device.digest)
     for config, source in comparable(configs, key.record(), related):
-        theirs = pairs_of(source.call.get("values"))
+        theirs = source.call["values"]
         far = distance(values, theirs)
         if far and source.toolchain == toolchain:
-            found.append((far, source.choice.key, config, dict(map(tuple, theirs))))
+            found.append((far, source.choice.key, config, dict(theirs)))
     nearest = sorted(found, key=lambda each: each[:2])[:_MOST]
     return [
         Neighbour(of_them, far, config, tuple(_trials(store, digest, configs)))
@@ -91,14 +91,6 @@ def distance(values: list[list[Any]], others: list[list[Any]]) -> float | None:
         elif type(value) is not type(other) or value != other:
             return None
     return total
-
-
-def pairs_of(values: Any) -> list[list[Any]]:
-    """Return the values of a stored key; if the row has none, values that match no key."""
-    sound = isinstance(values, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in values
-    )
-    return values if sound else [["", None]]
 
 
 def _logarithm(number: float) -> float:

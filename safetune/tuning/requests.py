@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from safetune.tuning.search import Proposer
 
 
-#: The most configs that a mark names.
-_NAMED = 3
-
 #: What a config has at least to answer, however many have hung.
 _LEAST_S = 1.0
 
@@ -395,7 +392,12 @@ class Plan:
     @forks.cached_property
     def latest(self) -> dict[int, TrialRecord]:
         """The latest non-transient trial of each config that has one, by index."""
-        return _latest_trials(self.request, self.trials)
+        indexes = {config_digest(config): i for i, config in enumerate(self.request.configs)}
+        return {
+            indexes[trial.config_digest]: trial
+            for trial in self.trials
+            if trial.config_digest in indexes and trial.outcome.verdict not in TRANSIENT
+        }
 
     @forks.cached_property
     def due(self) -> bool:
@@ -445,8 +447,7 @@ class Plan:
         request, limits = self.request, self.request.limits
         if request.force:
             return self.took_down
-        some_work = any(trial.outcome.runs for trial in self.latest.values())
-        known = _seen(request, self.latest, some_work)
+        known = self._seen(any(trial.outcome.runs for trial in self.latest.values()))
         outcomes = {config: seen.outcome for config, seen in known.items()}
         some_work = any(outcome.runs for outcome in outcomes.values())
         untried = self._untried(outcomes)
@@ -494,9 +495,24 @@ class Plan:
         if not any(trial.elsewhere or trial.outcome.verdict in OF_SCOPE for trial in self.trials):
             return False
         configs = self.request.configs
-        known = _seen(self.request, self.latest, True)
-        seen = known.get(configs.index(config)) if config in configs else None
+        seen = self._seen(True).get(configs.index(config)) if config in configs else None
         return seen is not None and seen.outcome.clean
+
+    @property
+    def expected(self) -> dict[int, Outcome]:
+        """The outcomes that can be expected for the call.
+
+        A config that hung or crashed with another call is not launched in the caller either.
+        """
+        known = {config: seen.outcome for config, seen in self._seen(True).items()}
+        return {**known, **self.request.grids.failures}
+
+    def _seen(self, some_work: bool) -> dict[int, Failure | TrialRecord]:
+        """Return what was seen of each config with the call, if it says something."""
+        latest = self.latest
+        scopes = self.request.scopes.of if latest else ()
+        seen = {c: trial.seen_with(scopes[c], some_work) for c, trial in latest.items()}
+        return {config: found for config, found in seen.items() if found is not None}
 
     @property
     def left(self) -> list[int]:
@@ -510,36 +526,6 @@ class Plan:
         return {configs[i]: _as_triton(trial.outcome) for i, trial in self.latest.items()}
 
 
-def known_outcomes(request: TuningRequest, store: Store) -> dict[int, Outcome]:
-    """Return the stored outcomes that can be expected for a call, by index.
-
-    A config that hung or crashed with another call is not launched in the caller either.
-    """
-    trials = _latest_trials(request, store.trials(request.key.digest))
-    known = {config: seen.outcome for config, seen in _seen(request, trials, True).items()}
-    return {**known, **request.grids.failures}
-
-
-def _seen(
-    request: TuningRequest, trials: Mapping[int, TrialRecord], some_work: bool
-) -> dict[int, Failure | TrialRecord]:
-    if not trials:
-        return {}
-    scopes = request.scopes.of
-    seen = {config: trial.seen_with(scopes[config], some_work) for config, trial in trials.items()}
-    return {config: found for config, found in seen.items() if found is not None}
-
-
-def _latest_trials(request: TuningRequest, stored: Iterable[TrialRecord]) -> dict[int, TrialRecord]:
-    """Return the latest trial of each config that has one which is not transient, by index."""
-    indexes = {config_digest(config): index for index, config in enumerate(request.configs)}
-    return {
-        indexes[trial.config_digest]: trial
-        for trial in stored
-        if trial.config_digest in indexes and trial.outcome.verdict not in TRANSIENT
-    }
-
-
 def _unsettled(outcome: Outcome) -> Outcome:
     """Return a stored outcome; one that was disputed or not judged is to be judged again."""
     if outcome.verdict is Verdict.NOT_JUDGED or (outcome.ok and outcome.marked(Mark.DISPUTED)):
@@ -547,46 +533,18 @@ def _unsettled(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def marks_of_choice(
-    outcome: Outcome, tried: int, every: int, given_up: Sequence[str]
-) -> tuple[str, ...]:
-    """Return what users must know about a choice with this outcome, made among `tried` configs.
-
-    Args:
-        given_up: the configs that compiled for too long.
-    """
-    dispute = Mark.DISPUTED.reason_in(outcome.marks)
-    marks = [Mark.DISPUTED.of(dispute)] if dispute else []
-    marks += [BUSY] * (BUSY in outcome.marks)
-    if outcome.marked(Mark.NOT_REPEATABLE):
-        marks.append(Mark.NOT_REPEATABLE.of(Mark.NOT_REPEATABLE.reason_in(outcome.marks)))
-    if tried < every:
-        named = [*given_up[:_NAMED], *["..."] * (len(given_up) > _NAMED)]
-        slow = f"; given up while compiling: {'; '.join(named)}" if named else ""
-        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{slow}"))
-    return tuple(marks)
-
-
-#: The mark of a choice that was raced once more, and again while other work was on the device.
-BUSY_AGAIN = f"{BUSY}, twice"
-
-
-def searched(marks: Sequence[str]) -> str:
-    """Return among how many configs a choice with these marks was made; empty if among all."""
-    return Mark.SEARCHED.reason_in(marks)
-
-
 def _measures_more(request: TuningRequest, tried: int, marks: Sequence[str]) -> bool:
     """Whether configs without an outcome are measured for a key that has a choice.
 
     What a search has left out is measured by one that may take more configs, and without a budget.
     """
-    if searched(marks) and not request.goes_on:
+    searched = Mark.SEARCHED.reason_in(marks)
+    if searched and not request.goes_on:
         return False
     if request.budget is None:
         return True
     if request.budget.configs is None:
-        return not searched(marks)
+        return not searched
     return tried < request.budget.configs
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import random
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from triton.runtime.autotuner import Config
 
+from safetune import forks
 from safetune.errors import InvalidSetting
 from safetune.frozen import dataclass
 
@@ -107,8 +108,6 @@ class Search:
 
     start: History
     proposer: Proposer
-    #: For each config those one step from it, once they are needed.
-    near: dict[int, list[int]] = field(default_factory=dict)
 
     def ask(self, times: Mapping[int, float | None], remaining: int) -> list[int]:
         """Return the indexes of the configs to measure next, at most `remaining`; empty at the end.
@@ -149,19 +148,19 @@ class Search:
 
     def _reserve(self, budget: int) -> int:
         """Return how many configs of a budget are kept for polishing."""
-        steps = max(map(len, self._near().values()), default=0)
+        steps = max(map(len, self._near.values()), default=0)
         return min(int(budget * _POLISH_SHARE), _POLISH_STEPS * steps)
 
     def _one_step_from_best(self, times: Mapping[int, float | None]) -> list[int]:
         """Return the configs one step from the best one that were not tried."""
         works = {index: time_ms for index, time_ms in times.items() if time_ms is not None}
-        near = self._near()[min(works, key=works.__getitem__)] if works else []
+        near = self._near[min(works, key=works.__getitem__)] if works else []
         return [index for index in near if index not in times]
 
+    @forks.cached_property
     def _near(self) -> dict[int, list[int]]:
-        if not self.near:
-            self.near.update(one_step(self.start.configs))
-        return self.near
+        """For each config those one step from it."""
+        return one_step(self.start.configs)
 
 
 def one_step(configs: Sequence[Config]) -> dict[int, list[int]]:

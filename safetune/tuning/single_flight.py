@@ -96,18 +96,17 @@ class WaitBudget:
             self.tell("")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Election:
     """The result of asking to tune a key."""
 
-    request: TuningRequest
+    plan: Plan  # as it was when this process could tune the key
     shared: SharedLayer | None = None
     #: Made by another process or node, so that there is nothing to tune. None where this process
     #: tunes.
     choice: ChoiceRecord | None = None
     #: This node's right to tune it, where nodes share a store that gives any.
     lease: Lease | None = None
-    plan: Plan | None = None  # as it was when the election ended
 
     def publish(self, choice: ChoiceRecord, outcome: Outcome) -> ChoiceRecord:
         """Publish a shareable choice; return the one that every node launches."""
@@ -115,8 +114,8 @@ class Election:
             return choice
         from safetune.store.shared.protocol import space_of
 
-        stored = StoredChoice(KeyRecord.of(self.request.key), choice)
-        return self.shared.publish(space_of(self.request.key), stored).choice
+        key = self.plan.request.key
+        return self.shared.publish(space_of(key), StoredChoice(KeyRecord.of(key), choice)).choice
 
     def keep(self, choice: ChoiceRecord, store: Store, outcome: Outcome) -> ChoiceRecord:
         """Publish a choice, and then store the one that every node launches; return it.
@@ -127,7 +126,7 @@ class Election:
         known = store.choice(choice.key, choice.declared)
         if known is not None and known.generation == choice.generation:
             choice = known
-        if choice.config_digest in self.request.by_digest:
+        if choice.config_digest in self.plan.request.by_digest:
             choice = self.publish(choice, outcome)
         return store.put_choice(choice)
 
@@ -147,20 +146,16 @@ def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[
     with _locked(store, name, doing, budget, read) as found:
         plan = found or read()  # the last owner may have chosen just before it let go
         if plan.final is not None:
-            yield Election(request, choice=plan.final, plan=plan)
+            yield Election(plan, choice=plan.final)
             return
-        with elect_cluster(request, store, budget, plan) as election:
+        with elect_cluster(plan, store, budget) as election:
             yield election
 
 
 @contextlib.contextmanager
 def compiling(store: Store, budget: WaitBudget) -> Iterator[None]:
     """Be the only process that compiles on its usable cores; raises `Busy`."""
-    name = compiling_name()
-    if name in _of_thread.names:  # a tuning within a tuning
-        yield
-        return
-    with _locked(store, name, "compiles", budget, lambda: None):
+    with _locked(store, compiling_name(), "compiles", budget):
         yield
 
 
@@ -173,17 +168,12 @@ def racing(store: Store, gpu_uuid: str, budget: WaitBudget) -> Iterator[bool]:
     Args:
         gpu_uuid: empty in the interpreter, where the device is the machine.
     """
-    name = f"final on {gpu_uuid}"
-    if name in _of_thread.names:
-        yield True
-        return
     most_s = min(budget.seconds, budget.waited.seconds + _MOST_FOR_TURN_S)
+    turn = _locked(store, f"final on {gpu_uuid}", "times configs", replace(budget, seconds=most_s))
     with contextlib.ExitStack() as held:
         is_alone = True
         try:
-            held.enter_context(
-                _locked(store, name, "times configs", replace(budget, seconds=most_s), lambda: None)
-            )
+            held.enter_context(turn)
         except Busy:
             is_alone = False
         yield is_alone
@@ -198,29 +188,22 @@ def compiling_name() -> str:
 
 
 @contextlib.contextmanager
-def elect_cluster(
-    request: TuningRequest, store: Store, budget: WaitBudget, plan: Plan | None = None
-) -> Iterator[Election]:
+def elect_cluster(plan: Plan, store: Store, budget: WaitBudget) -> Iterator[Election]:
     """Yield when this node may tune a key, or when another has; raises like `elect`.
 
     Only the process of a node that holds the key's lock gets here.
     """
     if store.shared is None:
-        yield Election(request, plan=plan)
+        yield Election(plan)
         return
-    plan = plan or Plan.read(request, store)
-    election = _elected(request, store.shared, budget, plan.due)
-    election.plan = plan
-    if election.lease is None:
+    election = _elected(plan, store.shared, budget)
+    with contextlib.ExitStack() as held:
+        if election.lease is not None:
+            held.callback(store.shared.release, election.lease)
+            ended = threading.Event()
+            held.callback(ended.set)
+            _start_heartbeat(election.lease, ended)
         yield election
-        return
-    ended = threading.Event()
-    _start_heartbeat(election.lease, ended)
-    try:
-        yield election
-    finally:
-        ended.set()
-        store.shared.release(election.lease)
 
 
 @contextlib.contextmanager
@@ -229,13 +212,18 @@ def _locked(
     name: str,
     doing: str,
     budget: WaitBudget,
-    read: Callable[[], Plan | None],
+    read: Callable[[], Plan | None] = lambda: None,
 ) -> Iterator[Plan | None]:
     """Yield None with the name locked, or the plan once it has a final choice.
+
+    A tuning within one that has locked the name goes on.
 
     Args:
         doing: what a process does that has locked it.
     """
+    if name in _of_thread.names:
+        yield None
+        return
     with contextlib.ExitStack() as held:
         plan, path = None, store.path
         if path is not None:  # other processes do not see a store in memory
@@ -285,32 +273,24 @@ def _try(
     return True, None
 
 
-def _elected(
-    request: TuningRequest, shared: SharedLayer, budget: WaitBudget, again: bool
-) -> Election:
-    """Wait until this node has the lease, or until the choice of another one is there.
-
-    Args:
-        again: tune, although there is a choice.
-    """
+def _elected(plan: Plan, shared: SharedLayer, budget: WaitBudget) -> Election:
+    """Wait until this node has the lease, or until the choice of another one is there."""
     from safetune.store.shared.protocol import Claim, space_of
 
-    wanted = (space_of(request.key), request.key.digest, request.declared, again)
+    key, declared = plan.request.key, plan.request.declared
+    left_by_pruning = plan.request.by_digest
     claim = Claim()
 
     def waited_for() -> str:
-        node = f"another node, which tunes {request.key.kernel.name} for {request.key}"
-        return claim.later or node
+        return claim.later or f"another node, which tunes {key.kernel.name} for {key}"
 
     for _ in budget.tries(waited_for, *_NODE_PAUSES_S):
-        claim = shared.claim(*wanted)
+        claim = shared.claim(space_of(key), key.digest, declared, plan.due)
         lease, stored = claim.lease, claim.stored
-        if (
-            stored is not None and stored.choice.config_digest in request.by_digest
-        ):  # left by pruning
-            return Election(request, shared, stored.choice)
+        if stored is not None and stored.choice.config_digest in left_by_pruning:
+            return Election(plan, shared, stored.choice)
         if lease is not None or stored is not None:
-            return Election(request, shared, lease=lease)
+            return Election(plan, shared, lease=lease)
     raise AssertionError("a budget's tries end with an exception")
 
 
@@ -332,9 +312,5 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
             threading.Thread(target=beat, name="safetune-shared-lease", daemon=True).start()
 
 
-def _after_fork_in_child() -> None:
-    """A forked child tunes nothing."""
-    _of_thread.names.clear()
-
-
-forks.register("tuning", after_in_child=_after_fork_in_child)
+# A forked child tunes nothing.
+forks.register("tuning", after_in_child=lambda: _of_thread.names.clear())

@@ -53,6 +53,12 @@ _UNKNOWN_ELSEWHERE = (
 #: rounds of its final: a few do not change the medians.
 _BUSY_SHARE = 1 / 3
 
+#: The mark of a choice that was raced once more, and again while other work was on the device.
+BUSY_AGAIN = f"{BUSY}, twice"
+
+#: The most configs that a mark names.
+_NAMED = 3
+
 #: Why a result cannot be compared to the bit.
 _UNKNOWN_BITS = "its text has atomics, assembly or a clock, or could not be read"
 _OTHER_BITS = "launches of that config leave other bits each time, or fail on drawn inputs"
@@ -99,7 +105,6 @@ def tune(
     phases.enter("wait")
     with single_flight.elect(request, store, key_budget or budget) as election:
         phases.enter("store")
-        assert election.plan is not None
         tuning = recall(election.plan, store, observe, phases)
         store.put_key(KeyRecord.of(request.key))  # also where its row was cleared or damaged
         if election.choice is not None:  # another process or machine has tuned meanwhile
@@ -140,13 +145,12 @@ class _Tuning:
     #: Of each config whose launch is that of another one, which was run for both, that one.
     same: dict[int, int] = field(default_factory=dict)
     votes: Votes = field(default_factory=Votes)
-    #: The configs that were compiled or launched in this tuning.
-    measured: set[int] = field(default_factory=set)
-    #: The first time of each of them that had one, in milliseconds, whatever became of it.
+    #: The first time of each config in this tuning, in milliseconds, whatever became of it.
     screened: dict[int, float] = field(default_factory=dict)
     contenders: set[int] = field(default_factory=set)  # those that its final leaves, see `race`
     given_up: list[int] = field(default_factory=list)  # those that compiled for too long
-    #: When each of them ended. Their rows keep it, so that stored trials say how long a sweep took.
+    #: When each config ended that was compiled or launched in this tuning. Their rows keep it, so
+    #: that stored trials say how long a sweep took.
     ended: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
     name: str = field(default_factory=lambda: os.urandom(6).hex())  # see `Outcome.tunings`
@@ -155,9 +159,9 @@ class _Tuning:
         """Return the choice that the key has already, if no new config works beside it."""
         works = any(self.outcomes[config].ok for config in self.new if config in self.outcomes)
         before = self.standing
-        if works or before is None or requests.searched(before.marks) or BUSY in before.marks:
+        if works or before is None or BUSY in before.marks:
             return None
-        return before
+        return None if Mark.SEARCHED.reason_in(before.marks) else before
 
     def right(self) -> dict[int, Outcome]:
         """Return the outcomes of the configs that are ok and have the right result, in order."""
@@ -214,7 +218,6 @@ class _Tuning:
         if outcome.timing is not None and not (stage == "final" and outcome.final is not None):
             self.screened.setdefault(config, outcome.timing.median_ms)
             outcome = outcome.timed_in(self.name)
-        self.measured.add(config)
         self.ended[config] = time.time()
         self.keep({config: outcome})
         self.announce(config, stage, outcome)
@@ -272,7 +275,7 @@ class _Tuning:
                 stage=stage,
                 config=self.request.configs[config],
                 outcome=outcome,
-                done=len(self.measured),
+                done=len(self.ended),
                 total=self.total,
             )
         )
@@ -286,7 +289,7 @@ class _Tuning:
             choice=configs[best],
             stored=choice,
             outcomes=tuple((configs[i], self.outcomes[i]) for i in sorted(self.outcomes)),
-            measured=len(self.measured),
+            measured=len(self.ended),
             notes=tuple(self.notes),
             phases=self.phases.seconds(),
             left_out=self.left_out(best),
@@ -408,7 +411,7 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
                 outcome = bench.measure(config, budget)[0] if outcome.ok else outcome
             else:
                 outcome, report = bench.measure(config, budget, groups)
-        if report is not None:
+        if report is not None and outcome.ok:
             outcome = _voted(tuning, config, outcome, report)
         tuning.settle(config, outcome, limit_s=limit_s)
         last = config
@@ -457,11 +460,9 @@ def _judge(tuning: _Tuning, bench: LaunchBench) -> None:
     unseen = [config for config in tuning.new if config in timings]
     unseen = [config for config in unseen if config not in tuning.votes.reports]
     _examine(tuning, bench, [*unseen, *rivals])
-    _place_all(tuning, bench)
     judgement = tuning.judgement(bench)
     if not (judgement.clear and judgement.candidates.issuperset(rivals)):
         _examine(tuning, bench, sorted(tuning.judged.keys() - rivals))
-        _place_all(tuning, bench)
         judgement = tuning.judgement(bench)
     _apply(tuning, judgement, rivals)
     tuning.notes.extend(tuning.votes.notes())
@@ -488,14 +489,6 @@ def _apply(tuning: _Tuning, judgement: Judgement, compared: Sequence[int]) -> No
     tuning.candidates.update(judgement.candidates)
     if judgement.candidates.issuperset(compared):
         tuning.candidates.update(unexamined)
-
-
-def _place_all(tuning: _Tuning, bench: LaunchBench) -> None:
-    """Examine configs again that agree with no result for which there was room."""
-    before = math.inf
-    while len(unplaced := tuning.votes.unplaced()) < before and unplaced:
-        before = len(unplaced)
-        _examine(tuning, bench, unplaced)
 
 
 def _keep_same_bits(tuning: _Tuning, bench: LaunchBench) -> None:
@@ -578,7 +571,6 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
     def run(budgets: Mapping[int, Budget]) -> Mapping[int, Outcome]:
         for config in budgets:
             tuning.announce(config, "final")
-        tuning.measured.update(budgets)
         first = next(iter(budgets))
         outcomes = bench.in_turn({**budgets, first: replace(budgets[first], watch=True)})
         rounds.append(any(BUSY in outcome.marks for outcome in outcomes.values()))
@@ -597,7 +589,11 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
         kernel, asked, way = tuning.request.key.kernel.name, way, "events"
         logger.info("%s: timed by 'events', not %r (%s)", kernel, asked, error)
         finals, failed, left = race.race(racers, run, short)
-    ended = {c: _with_final(tuning.outcomes[c], timing, way) for c, timing in finals.items()}
+    outcomes = tuning.outcomes
+    if way == "events":
+        ended = {c: replace(outcomes[c], timing=timing, final=None) for c, timing in finals.items()}
+    else:  # beside the time of the screening, which is of another kind
+        ended = {c: replace(outcomes[c], final=timing) for c, timing in finals.items()}
     for config, outcome in (ended | failed).items():
         tuning.settle(config, outcome, stage="final")
     for config, same in tuning.same.items():
@@ -609,15 +605,6 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
 
 class _OnlyEvents(Exception):
     """A config cannot be timed as replays; the text says why."""
-
-
-def _with_final(outcome: Outcome, timing: Timing, way: str) -> Outcome:
-    """Return an outcome with its time in the final; beside that of its screening if both differ
-    in kind.
-    """
-    if way == "events":
-        return replace(outcome, timing=timing, final=None)
-    return replace(outcome, final=timing)
 
 
 def _repeats(tuning: _Tuning, bench: LaunchBench) -> bool:
@@ -666,7 +653,7 @@ def _best(tuning: _Tuning) -> int:
         key, configs = tuning.request.key, tuning.request.configs
         outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
         requests.note_hopeless(tuning.request)
-        raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.measured))
+        raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.ended))
     raced = timings.keys() & tuning.contenders
     near = raced or {*tuning.finalists()[0]}
     if raced:
@@ -679,18 +666,13 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     outcome = tuning.outcomes[best]
     timing, before = outcome.timing, tuning.standing
     assert timing is not None
-    given_up = [config_text(tuning.request.configs[config]) for config in tuning.given_up]
-    every = len(tuning.digests)
-    marks = requests.marks_of_choice(outcome, len(tuning.outcomes), every, given_up)
-    if tuning.request.same_bits:
-        marks += tuple(mark for mark in outcome.marks if mark.startswith(Mark.SAME_BITS.value))
-    raced_again = before is not None and BUSY in before.marks
-    if raced_again:
-        marks = tuple(requests.BUSY_AGAIN if mark == BUSY else mark for mark in marks)
-    went_on = raced_again or (
-        before is not None and requests.searched(before.marks) != requests.searched(marks)
+    marks = _marks_of_choice(tuning, outcome)
+    searched = Mark.SEARCHED.reason_in
+    replaces = before is not None and (
+        best != tuning.incumbent
+        or BUSY in before.marks
+        or searched(before.marks) != searched(marks)
     )
-    replaces = before is not None and (best != tuning.incumbent or went_on)
     choice = ChoiceRecord(
         key=tuning.request.key.digest,
         generation=tuning.generation + replaces,
@@ -698,7 +680,7 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
         config=config_record(tuning.request.configs[best]),
         declared=tuning.request.declared,
         median_ms=timing.median_ms,
-        measured=len(tuning.measured),
+        measured=len(tuning.ended),
         created=time.time(),
         marks=marks,
     )
@@ -706,3 +688,19 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
     # One from another list of configs cannot be launched here, nor one that fails for the call.
     fails = {tuning.digests[config] for config, o in tuning.outcomes.items() if o.clean}
     return stored if stored.config_digest in {*tuning.digests} - fails else choice
+
+
+def _marks_of_choice(tuning: _Tuning, outcome: Outcome) -> tuple[str, ...]:
+    """Return what users must know about the choice of a config with this outcome."""
+    kinds = [Mark.DISPUTED, Mark.NOT_REPEATABLE, *[Mark.SAME_BITS] * tuning.request.same_bits]
+    marks = [text for text in outcome.marks if text.partition(":")[0] in kinds]
+    if BUSY in outcome.marks:
+        before = tuning.standing
+        marks.append(BUSY_AGAIN if before is not None and BUSY in before.marks else BUSY)
+    tried, every = len(tuning.outcomes), len(tuning.digests)
+    if tried < every:
+        slow = [config_text(tuning.request.configs[config]) for config in tuning.given_up[:_NAMED]]
+        more = ["..."] * (len(tuning.given_up) > _NAMED)
+        given_up = f"; given up while compiling: {'; '.join([*slow, *more])}" if slow else ""
+        marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{given_up}"))
+    return tuple(marks)

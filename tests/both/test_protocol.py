@@ -157,7 +157,7 @@ TIMING = Timing(median_ms=2.0, p20_ms=1.5, p80_ms=3.0, count=7, stage="screen")
 
 REPORT = OutputReport(
     1,
-    Group(1, 0, (0, 2), (0, 2**64 - 1), (3, 4)),
+    Group(1, (0, 2), (0, 2**64 - 1), (3, 4)),
     (GroupDifference(0, (Difference(3, 2, 5, float("inf")), Difference())),),
     spread=(0.0, 0.5),
     written=(3, 4),

@@ -14,10 +14,9 @@ import torch
 
 from safetune.both import protocol
 from safetune.both.device_bytes import DeviceBytes
-from safetune.child import memory, results
+from safetune.child import memory, output_check, results
 from safetune.child.arguments import Arguments
 from safetune.child.output_check import Launch, OutOfBounds, OutputCheck, WrongResult
-from safetune.child.results import MIN_KEPT
 from safetune.inputs.snapshot import Snapshot
 from safetune.outcome import Effects, Group, Outcome, OutputReport, Verdict
 from safetune.tuning.judge import judge
@@ -41,21 +40,17 @@ class Trial:
         layout = replace(snapshot.layout, blocks=tuple(blocks), fds=fds)
         self.arguments = Arguments(layout, os.dup(snapshot.fd))
         snapshot.close()
-        self.file = os.memfd_create("results")
         self.names = ["out", "x", "part"][: len(tensors)]
         self.groups: list[Group] = []
         self.launches: list[Callable[..., None]] = []
         self.settings = (effects, scratch)
-        self.kept_bytes = 1 << 20
-        self.slow_s = 60.0
         self.fresh()
 
     def fresh(self) -> None:
         """Go on as another child would."""
         effects, scratch = self.settings
-        given = (self.arguments, self.names, scratch, effects, self.launch_of, os.dup(self.file))
         self.launched: list[int] = []
-        self.check = OutputCheck(*given, kept_bytes=self.kept_bytes, slow_s=self.slow_s)
+        self.check = OutputCheck(self.arguments, self.names, scratch, effects, self.launch_of)
 
     def launch_of(self, config: int) -> Launch:
         def run(ready: Callable[[], object]) -> None:
@@ -188,13 +183,8 @@ class TestResults:
         trial.fresh()
         assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 2
 
-    def test_results_too_large_for_the_file_are_made_again_by_another_child(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_child_makes_a_result_again_to_compare_with(self, trial: Trial) -> None:
         """Only where they differ: the same bits are known by their checksum."""
-        monkeypatch.setattr(results, "_IN_FILE_BYTES", 0)
-        trial = Trial(torch.zeros(N), torch.randn(N))
-        kept = Trial.device == "cpu"  # there the file is as good
 
         def near(out: torch.Tensor, x: torch.Tensor) -> None:
             out.copy_(2 * x + 1e-6)
@@ -210,15 +200,43 @@ class TestResults:
         assert trial.run(double).group == 0
         assert trial.launched == []
         assert trial.run(near).group == 0
-        assert trial.launched == ([] if kept else [0])
+        assert trial.launched == [0]
         assert trial.run(more).group == 2
         assert trial.launched == []
         report = trial.run(lambda out, x: out.copy_(2 * x + 9))
         assert [[t.elements for t in d.tensors] for d in report.differences] == [[N, 0], [N, 0]]
-        assert trial.launched == ([] if kept else [2])
+        assert trial.launched == [2]
         assert trial.run(double).group == 0
         trial.arguments.restore()
         assert not trial.arguments.tensors[0].any()
+
+    def test_of_many_large_results_the_first_are_held(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(results, "_HELD_BYTES", 0)
+        trial.fresh()
+        count = results.LEAST_HELD + 2
+        first = [
+            trial.run(lambda out, x, value=value: out.fill_(value + 1)) for value in range(count)
+        ]
+        assert [report.group for report in first] == [*range(count)]
+        for config, again in ((count - 1, [7, 8, 9]), (0, []), (count - 2, [7, 8])):
+            report = trial.run(lambda out, x, value=config: out.fill_(value + 1.00001))
+            assert (report.group, trial.launched) == (config, again)
+
+    def test_without_room_for_it_a_result_is_made_again(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also that of a config whose earlier result was another one, and was held."""
+        trial.run(lambda out, x: out.fill_(1.0))
+        where = type(trial.arguments.blocks[0].bytes)
+        monkeypatch.setattr(where, "has_room", lambda *size: False)
+        trial.launches[0] = double
+        report = trial.check.examine([], 0)
+        assert report.new_group is not None
+        trial.groups = [report.new_group]
+        assert trial.run(lambda out, x: out.copy_(2 * x + 1e-6)).group == 0
+        assert trial.launched == [0]
 
     def test_a_launch_that_writes_nothing_has_another_result(self, trial: Trial) -> None:
         trial.run(double)
@@ -246,19 +264,6 @@ class TestResults:
         compared, ignored = Trial(*tensors), Trial(*tensors, scratch=("part",))
         assert [compared.run(partial(value)).group for value in (2.0, 4.0)] == [0, 1]
         assert [ignored.run(partial(value)).group for value in (2.0, 4.0)] == [0, 0]
-
-    def test_a_group_makes_room_for_another(self, trial: Trial) -> None:
-        """Where the results are large, few are kept; the tuner says which."""
-        trial.kept_bytes = 0
-        trial.fresh()
-        found = [trial.run(lambda out, x, by=by: out.fill_(by)).group for by in range(MIN_KEPT + 2)]
-        assert found == [*range(MIN_KEPT), None, None]
-        last = [trial.groups.pop() for _ in range(2)]
-        report = trial.run(lambda out, x: out.fill_(99.0))
-        assert report.new_group is not None
-        assert report.new_group.slot in {group.slot for group in last}
-        assert trial.run(lambda out, x: out.fill_(99.0)).group == report.group
-        assert trial.run(lambda out, x: out.fill_(0.0)).group == 0
 
     def test_how_a_result_differs_from_each_other_one_is_counted(self, trial: Trial) -> None:
         def some(count: int, by: float) -> Callable[..., None]:
@@ -292,16 +297,6 @@ class TestResults:
             trial = Trial(torch.zeros(N), torch.randn(N), effects=effects)
             trial.run(double)
             assert trial.run(lambda out, x: out.copy_(2 * x.flip(0))).group == group
-
-    def test_a_full_disk_is_not_held_against_a_config(
-        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def full(fd: int, offset: int, size: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(results.os, "posix_fallocate", full)
-        report = trial.run(double)
-        assert (report.group, report.new_group) == (None, None)
 
 
 class TestWritten:
@@ -379,11 +374,13 @@ class TestWritten:
         trial.run(lambda out, x: out.add_(2 * x))
         assert trial.run(double).group == 0
 
-    def test_a_config_that_is_held_up_is_launched_once(self) -> None:
+    def test_a_config_that_is_held_up_is_launched_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
         found = []
-        for trial.slow_s in (0.0, 60.0):
-            trial.fresh()
+        for slow_s in (0.0, 60.0):
+            monkeypatch.setattr(output_check, "_SLOW_S", slow_s)
             found.append(trial.run(lambda out, x: out.add_(x)))
         assert [len(report.spread) for report in found] == [0, 2]
         assert judge(dict(enumerate(found)), [(1,), (1,)]).candidates == {0, 1}

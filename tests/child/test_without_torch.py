@@ -123,7 +123,6 @@ class Device:
         made.append(triton.Config({"BLOCK": 16 << (configs - 1)}, **options))
         tensors = kernel_pickle.TensorTable()
         blob = kernel_pickle.pack((call, made), "a call", tensors, by_value=[function])
-        results = os.memfd_create("results")
         on_host = [stub.pin(args[number]).data_ptr() for number in pinned]
 
         def span_of(tensor: torch.Tensor) -> Span:
@@ -140,11 +139,11 @@ class Device:
         def moved() -> tuple[Prepare, tuple[int, ...]]:
             with stub.holding_tensors():
                 snapshot.move_to_host()
-            return replace(job, layout=snapshot.layout), (snapshot.fd, results)
+            return replace(job, layout=snapshot.layout), (snapshot.fd,)
 
-        fds = (snapshot.fd, results, *snapshot.shared_fds)
+        fds = (snapshot.fd, *snapshot.shared_fds)
         child = MeasuringChild(job, fds, 60.0, with_torch=False, on_host=moved)
-        self._made += [child.replace, snapshot.close, lambda: os.close(results)]
+        self._made += [child.replace, snapshot.close]
         return child
 
     def close(self) -> None:

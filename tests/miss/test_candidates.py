@@ -94,6 +94,9 @@ class TestTheFallback:
     def test_without_any_outcome_is_the_first_config(self, keys: Keys) -> None:
         assert keys.fallback(100) == 16
 
+    def test_has_a_grid_that_launches_something(self, keys: Keys) -> None:
+        assert keys.fallback(100, grid=lambda meta: (meta["BLOCK"] // 32,)) == 32
+
     def test_is_the_choice_of_the_nearest_key(self, keys: Keys) -> None:
         keys.choose(32, 100)
         keys.choose(64, 1000)

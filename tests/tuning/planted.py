@@ -299,7 +299,6 @@ def judged(
     arguments = Arguments(snapshot.layout, os.dup(snapshot.fd))
     snapshot.close()
     live = dict(zip(tensors, arguments.tensors, strict=True))
-    file = os.memfd_create("results")
 
     def launch_of(config: int) -> Callable[[Callable[[], object]], None]:
         def run(ready: Callable[[], object]) -> None:
@@ -308,7 +307,7 @@ def judged(
 
         return run
 
-    check = OutputCheck(arguments, list(tensors), scratch, effects, launch_of, file)
+    check = OutputCheck(arguments, list(tensors), scratch, effects, launch_of)
     votes = Votes()
     for index in range(len(launches)):
         votes.add(index, check.examine(votes.groups(), index))
@@ -321,7 +320,6 @@ def judged(
 
     if repeats is not None:
         repeats(found, repeated)
-    os.close(file)
     return found
 
 

@@ -27,8 +27,8 @@ from safetune.store.local.store import Store
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, TrialRecord
 from safetune.tuning.bench import LaunchBench
-from safetune.tuning.requests import BUSY_AGAIN, Plan, TuningRequest, TuningResult
-from safetune.tuning.tuner import tune
+from safetune.tuning.requests import Plan, TuningRequest, TuningResult
+from safetune.tuning.tuner import BUSY_AGAIN, tune
 from tests.conftest import FreshProcess
 
 N = 100

@@ -69,7 +69,7 @@ class Bench:
         report = None
         if groups is not None:
             number = groups[0].number if groups else config
-            new = None if groups else Group(config, 0, (0,))
+            new = None if groups else Group(config, (0,))
             report = OutputReport(number, new, written=(7,), sums=(0,))
         return Outcome(Verdict.OK, timing=timing), report
 

@@ -21,7 +21,7 @@ from safetune.store.shared.files import Directory
 from safetune.store.shared.postgres import Postgres
 from safetune.store.shared.protocol import NoLease, SharedStore, space_of
 from safetune.tuning import single_flight
-from safetune.tuning.requests import TuningRequest
+from safetune.tuning.requests import Plan, TuningRequest
 from safetune.tuning.single_flight import Election, WaitBudget, elect, elect_cluster
 from safetune.tuning.tuner import tune
 
@@ -73,12 +73,12 @@ def best(request: TuningRequest, number: int) -> ChoiceRecord:
 
 def test_one_node_tunes_and_the_others_take_its_choice(node: Node, request_: TuningRequest) -> None:
     first, second = node(), node()
-    with elect_cluster(request_, first, NOW) as election:
+    with elect_cluster(Plan.read(request_, first), first, NOW) as election:
         assert election.choice is None
-        with pytest.raises(Busy), elect_cluster(request_, second, NOW):
+        with pytest.raises(Busy), elect_cluster(Plan.read(request_, second), second, NOW):
             pass
         assert election.publish(best(request_, 1), OK) == best(request_, 1)
-        with elect_cluster(request_, second, NOW) as other:
+        with elect_cluster(Plan.read(request_, second), second, NOW) as other:
             assert other.choice == best(request_, 1)
     assert second.choice(request_.key.digest) == best(request_, 1)
 
@@ -88,8 +88,8 @@ def test_a_node_that_publishes_second_launches_the_first_choice(
 ) -> None:
     """Such as a node that was taken for dead."""
     first, second = node(), node()
-    with elect_cluster(request_, first, NOW) as election:
-        other = Election(request_, second.shared)
+    with elect_cluster(Plan.read(request_, first), first, NOW) as election:
+        other = Election(Plan.read(request_, second), second.shared)
         assert other.publish(best(request_, 2), OK) == best(request_, 2)
         assert election.publish(best(request_, 1), OK) == best(request_, 2)
 
@@ -101,12 +101,12 @@ def test_force_opens_the_generation_after_those_of_other_nodes(
     others, fresh = node(), node()
     for generation in (1, 2, 3):
         record = replace(best(request_, 1), generation=generation)
-        Election(request_, others.shared).publish(record, OK)
+        Election(Plan.read(request_, others), others.shared).publish(record, OK)
     result = tune(replace(request_, force=True), fresh)
     assert result.measured == len(request_.configs)
     found = fresh.choice(request_.key.digest)
     assert (found.generation, found.config_digest) == (4, config_digest(result.choice))
-    with elect_cluster(request_, others, NOW) as other:
+    with elect_cluster(Plan.read(request_, others), others, NOW) as other:
         assert other.choice == found
 
 
@@ -151,7 +151,7 @@ def test_another_node_takes_over_where_nothing_was_published(
     first, second, third = node(), node(), node()
     with (
         contextlib.suppress(KeyboardInterrupt, ValueError),
-        elect_cluster(request_, first, NOW) as election,
+        elect_cluster(Plan.read(request_, first), first, NOW) as election,
     ):
         if how != "timed beside the program":
             raise KeyboardInterrupt if how == "interrupted" else ValueError
@@ -159,9 +159,9 @@ def test_another_node_takes_over_where_nothing_was_published(
         assert election.publish(best(request_, 1), contended) == best(request_, 1)
     first.shared.flush()
     with (
-        elect_cluster(request_, second, NOW) as election,
+        elect_cluster(Plan.read(request_, second), second, NOW) as election,
         pytest.raises(Busy),
-        elect_cluster(request_, third, NOW),
+        elect_cluster(Plan.read(request_, third), third, NOW),
     ):
         assert election.choice is None
 
@@ -177,10 +177,10 @@ def test_a_node_that_is_cut_off_while_it_tunes_is_followed_by_another(
     """It keeps its own choice for now, and has the other's once it is back."""
     url = database.replace(str(server.port), str(proxy.port)) + "&connect_timeout=1"
     cut, other = node(Postgres(url, lease_s=1.0)), node()
-    with elect_cluster(request_, cut, NOW) as election:
+    with elect_cluster(Plan.read(request_, cut), cut, NOW) as election:
         assert election.lease is not None
         proxy.stop_forwarding()
-        with elect_cluster(request_, other, WaitBudget(60.0)) as following:
+        with elect_cluster(Plan.read(request_, other), other, WaitBudget(60.0)) as following:
             assert following.choice is None
             assert following.publish(best(request_, 1), OK) == best(request_, 1)
         patience(0.5)
