@@ -25,6 +25,9 @@ MIN_MAJORITY = 3
 _SPREAD_FACTOR = 4.0
 _LARGEST_SPREAD = 0.25
 
+#: A config is compared with all groups of several configs, and with so many others.
+_MOST_COMPARED = 64
+
 #: In a dispute, a config that differs from the largest group in at most this share of the elements
 #: may be chosen too: sums whose terms cancel differ so, if they are taken in another order.
 _FEW = 1e-5
@@ -81,9 +84,14 @@ class Votes:
             self._kept[config] = report.new_group
 
     def groups(self) -> list[Group]:
-        """Return the groups whose results are kept, largest first."""
-        sizes = self._sizes
-        return sorted(self._kept.values(), key=lambda group: (-sizes[group.number], group.number))
+        """Return the groups that a config is compared with, largest first.
+
+        Of a list in which each config has a result of its own, these are the latest groups.
+        """
+        sizes, latest = self._sizes, list(self._kept.values())[-_MOST_COMPARED:]
+        large = [group for group in self._kept.values() if sizes[group.number] > 1]
+        both = {group.number: group for group in (*latest, *large)}
+        return sorted(both.values(), key=lambda group: (-sizes[group.number], group.number))
 
     def notes(self) -> list[str]:
         """Return what to report to the user, one sentence for each finding."""

@@ -306,6 +306,13 @@ class TestVotes:
         (note,) = votes.notes()
         assert "2 of its configs wrote into the storage behind qkv" in note
 
+    def test_a_config_is_compared_with_large_groups_and_the_latest(self) -> None:
+        votes = Votes()
+        for config in range(200):
+            votes.add(config, OutputReport(config, Group(config, (0,))))
+        votes.add(200, OutputReport(3))
+        assert [group.number for group in votes.groups()] == [3, *range(136, 200)]
+
 
 CONFIGS = st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.integers(1, 3))
 
