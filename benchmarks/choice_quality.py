@@ -238,18 +238,9 @@ def _choose(
         os.environ["SAFETUNE_CACHE_DIR"] = str(store)
         ours["scratch"] = problem.scratch
     tuner = tuners.tuned(name, problem.kernel, configs, problem.key, **ours)
-    device_time.synchronize()
-    start = time.perf_counter()
-    work.launch(tuner)
-    device_time.synchronize()
-    seconds = time.perf_counter() - start
+    found = tuners.tune(tuner, lambda: work.launch(tuner))
     _check(work, f"{name}'s choice for {problem.name}, {tuner.best_config}")
-    return {
-        "config": str(tuner.best_config),
-        "seconds": seconds,
-        "failed": tuners.failed(tuner),
-        **tuners.phases(tuner),
-    }
+    return found
 
 
 def _check(work: Work, what: str) -> None:
@@ -352,7 +343,7 @@ def _out_of_resources() -> type[Exception]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--repetitions", type=int, default=10, help="tunings by each tuner")
     parser.add_argument("--configs", type=int, default=None, help="fewer, for a trial run")
     parser.add_argument(
@@ -366,11 +357,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run the parts that are still missing, print and record."""
     options = parse()
-    recording.require_device()
-    folder = recording.output_folder(options)
     result = recording.begin("choice_quality")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
     with tempfile.TemporaryDirectory(prefix="choice-quality-") as caches:
         os.environ["TRITON_CACHE_DIR"] = str(Path(caches) / "triton")
         import choice_problems
@@ -379,16 +366,18 @@ def main() -> None:
         short = {problem.name: problem for problem in short_problems.SHORT}
         long = {problem.name: problem for problem in choice_problems.PROBLEMS}
         every = short if options.short else {**long, **short}
-        for part in recording.parts_to_run(every, result.rows, options, PART_S):
-            result.rows += run_part(every[part], options, Path(caches), part in short)
-            result.save(folder, figures)
-    path = result.save(folder, figures)
+        recording.run_parts(
+            result,
+            every,
+            lambda part: run_part(every[part], options, Path(caches), part in short),
+            figures,
+            options,
+            PART_S,
+        )
     told = [f"{what}_{tuner}" for tuner in TUNERS for what in ("regret", "worst", "seconds")]
     columns = ["problem", "configs", "best_ms", "median_to_best", "within_2pct", *told, "best"]
     print(recording.table(summary(result.rows), columns))
     print(recording.table(deployed(result.rows), ["problem", "configs", "best_us", *told, "best"]))
-    print()
-    print(recording.figures_table(result, path))
 
 
 if __name__ == "__main__":

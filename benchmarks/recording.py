@@ -80,7 +80,11 @@ def now() -> str:
 
 
 def begin(bench: str) -> Result:
-    """Return an empty result of this machine, this checkout and this command."""
+    """Return an empty result of this machine, this checkout and this command.
+
+    Ends the program where there is neither a GPU nor the interpreter.
+    """
+    require_device()
     return Result(bench, device_slug(device_name()), versions(), commit(), command())
 
 
@@ -235,8 +239,8 @@ def command() -> str:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Return a parser with what every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description)
+    """Return a parser with what every benchmark takes, under the first line of a description."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
     )
@@ -274,6 +278,40 @@ def parts_to_run(
         longest = took if number == 0 else max(longest, took)
 
 
+def run_parts(
+    result: Result,
+    every: Iterable[Part],
+    run_part: Callable[[Part], Iterable[Row]],
+    figures: Callable[[Sequence[Row]], Figures],
+    parsed: argparse.Namespace,
+    expected_s: float,
+    columns: Sequence[str] = (),
+) -> None:
+    """Run the parts that earlier runs have left, save each, and print these columns and figures."""
+    folder = output_folder(parsed)
+    if not parsed.fresh:
+        resume(result, [folder, RESULTS])
+    for part in parts_to_run(every, result.rows, parsed, expected_s):
+        result.rows += run_part(part)
+        result.save(folder, figures)
+    report(result, result.save(folder, figures), columns)
+
+
+def report(result: Result, path: Path, columns: Sequence[str] = ()) -> None:
+    """Print columns of the rows, the figures, where they were measured, and where they are."""
+    if columns:
+        print(table(result.rows, columns), end="\n\n")
+    figures = [{"figure": name, "value": value} for name, value in result.figures.items()]
+    print(table(figures, ["figure", "value"]))
+    print(f"\n{result.device}, {result.versions}, commit {result.commit}\n{path}")
+
+
+def in_turn(names: Sequence[Part], turn: int) -> list[Part]:
+    """Return the names with another one first in each turn."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def output_folder(parsed: argparse.Namespace) -> Path:
     """Return `--out`; the interpreter's times are kept out of the repository's results."""
     if interpreted() and parsed.out == RESULTS:
@@ -304,10 +342,3 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def figures_table(result: Result, path: Path) -> str:
-    """Return the figures, where they were measured, and where they are, as text."""
-    figures = [{"figure": name, "value": value} for name, value in result.figures.items()]
-    place = f"{result.device}, {result.versions}, commit {result.commit}"
-    return f"{table(figures, ['figure', 'value'])}\n\n{place}\n{path}"

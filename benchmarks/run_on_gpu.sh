@@ -151,7 +151,6 @@ bench() {
     parts startup startup
     parts sweep sweep
     parts store store
-    parts isolation_cost tuning_time --isolation-cost
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader
