@@ -88,37 +88,36 @@ def begin(bench: str) -> Result:
     return Result(bench, device_slug(device_name()), versions(), commit(), command())
 
 
-def resume(result: Result, folders: Iterable[Path]) -> Result:
+def resume(result: Result, folders: Iterable[Path]) -> None:
     """Take over the rows of the first file that the same code wrote on the same kind of machine."""
-    for folder in folders:
-        path = folder / result.device / f"{result.bench}.json"
-        with contextlib.suppress(FileNotFoundError):
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            same = all(earlier[name] == getattr(result, name) for name in ("commit", "versions"))
-            if same:
-                print(f"continuing {path} with its {len(earlier['rows'])} rows")
-                result.rows = list(earlier["rows"])
-                break
-            print(f"{path} is from other code or versions: not continued")
-    return result
+    for path, earlier in _earlier(result, folders):
+        if all(earlier[name] == getattr(result, name) for name in ("commit", "versions")):
+            print(f"continuing {path} with its {len(earlier['rows'])} rows")
+            result.rows = list(earlier["rows"])
+            return
+        print(f"{path} is from other code or versions: not continued")
 
 
-def take_over(result: Result, folders: Iterable[Path]) -> Result:
+def take_over(result: Result, folders: Iterable[Path]) -> None:
     """Take over the rows of the first file of the same Triton and torch, also of other code.
 
     Each row has the commit and the date that it is from.
     """
+    for path, earlier in _earlier(result, folders):
+        if all(earlier["versions"][n] == result.versions[n] for n in ("triton", "torch")):
+            print(f"keeping the {len(earlier['rows'])} rows of {path}")
+            origin = {name: earlier[name] for name in ("commit", "date")}
+            result.rows = [{**origin, **row} for row in earlier["rows"]]
+            return
+        print(f"{path} is from other versions: not kept")
+
+
+def _earlier(result: Result, folders: Iterable[Path]) -> Iterator[tuple[Path, Any]]:
+    """Yield the files of this benchmark and device, and what is in them."""
     for folder in folders:
         path = folder / result.device / f"{result.bench}.json"
-        with contextlib.suppress(FileNotFoundError):
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            if all(earlier["versions"][n] == result.versions[n] for n in ("triton", "torch")):
-                print(f"keeping the {len(earlier['rows'])} rows of {path}")
-                origin = {name: earlier[name] for name in ("commit", "date")}
-                result.rows = [{**origin, **row} for row in earlier["rows"]]
-                break
-            print(f"{path} is from other versions: not kept")
-    return result
+        if path.exists():
+            yield path, json.loads(path.read_text(encoding="utf-8"))
 
 
 def stored_figures(folder: Path, bench: str) -> Figures:
@@ -178,8 +177,7 @@ def versions() -> dict[str, str]:
         "triton": str(triton.__version__),
         "safetune": _version("safetune"),
         "cuda": str(torch.version.cuda),
-        "hip": str(torch.version.hip or ""),
-        "driver": _driver(),
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "cpus": str(len(os.sched_getaffinity(0))),
         "sources": _sources_digest(),
     }
@@ -199,11 +197,6 @@ def _sources_digest() -> str:
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _driver() -> str:
-    nvidia = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return nvidia or _output(["cat", "/sys/module/amdgpu/version"])
 
 
 def commit() -> str:

@@ -272,18 +272,14 @@ def test_a_saved_result_is_continued_by_the_same_code_only(tmp_path: Path) -> No
     first.rows = TUNING_ROWS[:4]
     path = first.save(tmp_path / "a", module.figures)
     assert path == tmp_path / "a" / "A_GPU" / "tuning_time.json"
-    again = recording.resume(result(), [tmp_path / "none", tmp_path / "a"])
-    assert again.rows == TUNING_ROWS[:4]
-    assert recording.resume(result("other"), [tmp_path / "a"]).rows == []
-    assert recording.resume(result(versions={"triton": "2"}), [tmp_path / "a"]).rows == []
+    for other, rows in (
+        (result(), TUNING_ROWS[:4]),
+        (result("other"), []),
+        (result(versions={"triton": "2"}), []),
+    ):
+        recording.resume(other, [tmp_path / "none", tmp_path / "a"])
+        assert other.rows == rows
     check_file(path)
-
-
-def parts(*argv: str, done: tuple[Any, ...] = (), expected_s: float = 0.0) -> list[Any]:
-    recording = importlib.import_module("recording")
-    options = recording.part_arguments("").parse_args(argv)
-    rows = [{"part": part} for part in done]
-    return list(recording.parts_to_run(["a", "b", "c", "d"], rows, options, expected_s))
 
 
 def check_file(path: Path) -> None:
