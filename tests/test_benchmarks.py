@@ -162,8 +162,7 @@ TRIALS = {
 def test_a_trial_run(name: str, fresh_process: FreshProcess, tmp_path: Path) -> None:
     """Real tunings by both tuners, in the interpreter; a second run has nothing left to do."""
     command = [BENCHMARKS / f"{name}.py", "--out", tmp_path, *TRIALS[name].split()]
-    done = fresh_process(*command)
-    assert done.returncode == 0, done.stderr
+    fresh_process(*command)
     path = tmp_path / "interpreter" / f"{name}.json"
     stored = json.loads(path.read_text())
     figures = importlib.import_module(name).figures(stored["rows"])

@@ -42,7 +42,6 @@ def test_a_program_sees_what_it_would_see_in_a_fresh_interpreter(
     fresh, warm = (fresh_process(program, "--x", 1, env=env, warm=warm) for warm in (False, True))
     assert warm.stdout == fresh.stdout
     assert warm.stderr == fresh.stderr == "to stderr\n"
-    assert warm.returncode == fresh.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_program_sees_what_it_would_see_in_a_fresh_interpreter(
 def test_a_program_ends_as_it_would_in_a_fresh_interpreter(
     fresh_process: FreshProcess, code: str
 ) -> None:
-    fresh, warm = (fresh_process(code, warm=warm) for warm in (False, True))
+    fresh, warm = (fresh_process(code, warm=warm, ends=None) for warm in (False, True))
     assert (warm.returncode, warm.stdout) == (fresh.returncode, fresh.stdout)
     assert warm.stderr == fresh.stderr
 

