@@ -130,15 +130,3 @@ def test_the_package_is_not_shadowed_by_its_decorator(fresh_process: FreshProces
         "assert callable(package.safetune)\n"
         "assert package.errors.SafetuneError\n"
     )
-
-
-def test_the_store_needs_neither_torch_nor_triton(fresh_process: FreshProcess) -> None:
-    """What test_layering reads off the sources, seen in a process: all of it, transitively."""
-    code = (
-        "import importlib, pkgutil, safetune.store as store\n"
-        "for found in pkgutil.iter_modules(store.__path__, 'safetune.store.'):\n"
-        "    importlib.import_module(found.name)\n"
-    )
-    modules = set(observe(fresh_process, code)["modules"])
-    assert "safetune.store.records" in modules
-    assert not modules & {"torch", "triton"}
