@@ -23,7 +23,6 @@ import recording
 from recording import Figures, Row
 
 COUNTS = (3, 13, 24)
-VARIANTS = ("jit", "autotune", "safetune", "run")
 ELEMENTS = 1024
 BLOCK = 128
 

@@ -77,3 +77,12 @@ def test_a_program_that_does_not_end_is_killed_and_the_next_one_runs(
     with pytest.raises(pytest.fail.Exception, match=r"did not end within 0\.1 s"):
         fresh_process("import threading; threading.Event().wait()", warm=True, timeout_s=0.1)
     assert fresh_process("print('here')", warm=True).stdout == "here\n"
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_program_that_ends_otherwise_than_it_should_fails_its_test(
+    fresh_process: FreshProcess, warm: bool
+) -> None:
+    fresh_process("raise SystemExit(3)", warm=warm, ends=3)
+    with pytest.raises(AssertionError, match="on purpose"):
+        fresh_process("raise SystemExit('on purpose')", warm=warm)
