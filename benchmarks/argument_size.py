@@ -12,14 +12,12 @@ One part is one kernel on both tuners, which change who goes first; parts are ke
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import device_time
 import fresh_process
 import recording
 import tuners
@@ -56,20 +54,20 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def run_part(part: str, options: argparse.Namespace) -> list[Row]:
+def run_part(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure both tuners on one kernel."""
     number, kernel = part.split(" ")
-    rows = []
-    for tuner in TUNERS if int(number) % 2 == 0 else TUNERS[::-1]:
+    for tuner in recording.in_turn(TUNERS, int(number)):
         with tempfile.TemporaryDirectory(prefix="argument-size-") as folder:
-            names = ("TRITON_CACHE_DIR", "SAFETUNE_CACHE_DIR")
-            caches = {name: Path(folder) / name for name in names}
-            task = ["--task", tuner, kernel, "--sizes", *options.sizes]
-            report = fresh_process.run(__file__, task, caches, Path(folder), PROCESS_TIMEOUT_S)
+            report = fresh_process.run(
+                tune_each,
+                *(tuner, kernel, options.sizes),
+                variables=tuners.caches(Path(folder), tuner, "cold"),
+                limit_s=PROCESS_TIMEOUT_S,
+            )
         for row in report["rows"]:
-            rows.append({"part": part, "kernel": kernel, "tuner": tuner, **row})
             print(f"{part}: {tuner} {row['size']}: {row['seconds']:.2f} s", flush=True)
-    return rows
+            yield {"part": part, "kernel": kernel, "tuner": tuner, **row}
 
 
 def tune_each(tuner_name: str, kernel: str, sizes: Sequence[str]) -> dict[str, Any]:
@@ -86,19 +84,13 @@ def tune_each(tuner_name: str, kernel: str, sizes: Sequence[str]) -> dict[str, A
 def _tune(tuner: Any, problem: Any, size: int, short: bool = False) -> dict[str, Any]:
     launch = problem.call(size, recording.torch_device())
     filler = _fill(SHORT_BYTES) if short else None
-    device_time.synchronize()
-    start = time.perf_counter()
-    launch(tuner)
-    device_time.synchronize()
-    seconds = time.perf_counter() - start
-    failed = tuners.failed(tuner)
+    found = tuners.tune(tuner, functools.partial(launch, tuner))
     del filler, launch
     if not recording.interpreted():
         import torch
 
         torch.cuda.empty_cache()
-    found = {"seconds": seconds, "config": str(tuner.best_config), "failed": failed}
-    return {**found, **tuners.phases(tuner)}
+    return found
 
 
 def _fill(left: int) -> Any:
@@ -112,38 +104,22 @@ def _fill(left: int) -> Any:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+def main() -> None:
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--alternations", type=int, default=3, help="in all, earlier runs included")
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Run one task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        options.report.write_text(json.dumps(tune_each(*options.task, options.sizes)))
-        return
-    recording.require_device()
-    folder = recording.output_folder(options)
-    result = recording.begin("argument_size")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    every = [f"{n} {kernel}" for n in range(options.alternations) for kernel in options.kernels]
-    for part in recording.parts_to_run(every, result.rows, options, PART_S):
-        result.rows += run_part(part, options)
-        result.save(folder, figures)
-    path = result.save(folder, figures)
-    names = sorted({name for row in result.rows for name in row if name.startswith("phase_s_")})
-    columns = ["part", "tuner", "size", "seconds", "failed", *names, "config"]
-    print(recording.table(result.rows, columns))
-    print()
-    print(recording.figures_table(result, path))
+    options = parser.parse_args()
+    recording.run_parts(
+        recording.begin("argument_size"),
+        [f"{n} {kernel}" for n in range(options.alternations) for kernel in options.kernels],
+        lambda part: run_part(part, options),
+        figures,
+        options,
+        PART_S,
+        ["part", "tuner", "size", "seconds", "failed", "config"],
+    )
 
 
 if __name__ == "__main__":

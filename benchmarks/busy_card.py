@@ -10,11 +10,9 @@ it launches.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -22,16 +20,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import recording
 from recording import Figures, Row
 
 HEIGHTS = (512, 1024, 1536, 2048, 3072, 4096, 5120, 6144)
 BESIDE = ("alone", "tunings", "program")
 TINY = (32, 64)  # the heights in Triton's interpreter
-TIMEOUT_S = 120.0
+LIMIT_S = 120.0
 
 #: The nanoseconds for which the other program's kernel keeps its multiprocessors.
 HELD_NS = 200_000
@@ -89,8 +89,8 @@ def heights() -> tuple[int, ...]:
     return TINY if recording.interpreted() else HEIGHTS
 
 
-def choose(keys: Sequence[int]) -> None:
-    """Launch each key once, and print what was launched, as JSON."""
+def choose(keys: Sequence[int]) -> dict[str, str]:
+    """Launch each key once; return what was launched, by key."""
     import choice_kernels
 
     from safetune import safetune
@@ -99,8 +99,8 @@ def choose(keys: Sequence[int]) -> None:
     chosen = {}
     for height in keys:
         work_of(height).launch(tuner)
-        chosen[height] = str(tuner.best_config)
-    print(json.dumps(chosen))
+        chosen[str(height)] = str(tuner.best_config)
+    return chosen
 
 
 def hold() -> None:
@@ -148,42 +148,40 @@ def program(beside: str) -> Iterator[None]:
     if beside != "program" or recording.interpreted():
         yield
         return
-    with _started("--hold") as other:
+    command = [sys.executable, "-c", "import busy_card; busy_card.hold()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent) as other:
         assert other.stdout is not None
         other.stdout.readline()
         yield
         other.kill()
 
 
-def _started(*words: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__).resolve()), *words]
-    env = {**os.environ, **variables}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-
-
 def tune(beside: str, number: int, folder: Path) -> Iterator[Row]:
     """Tune all keys at once from an empty store; yield each choice."""
     store, found = folder / f"{beside}-{number}", {"beside": beside, "round": number}
-    every = ",".join(map(str, heights()))
-    tasks = [every] if beside == "alone" else every.split(",")
-    variables = {"SAFETUNE_CACHE_DIR": str(store), "TRITON_CACHE_DIR": str(folder / "triton")}
+    every = [*heights()]
+    tasks = [every] if beside == "alone" else [[height] for height in every]
+    variables = fresh_process.caches(folder / "triton", store)
     start = time.monotonic()
     with program(beside):
-        running = [_started("--choose", task, **variables) for task in tasks]
-        yield from _choices(running, {**found, "after": False})
+        yield from _choices(tasks, variables, {**found, "after": False})
     took = time.monotonic() - start
     yield {"kind": "round", **found, "seconds": took, "contended": _contended(store)}
     if beside != "alone":
-        yield from _choices([_started("--choose", every, **variables)], {**found, "after": True})
+        yield from _choices([every], variables, {**found, "after": True})
 
 
-def _choices(running: Sequence[subprocess.Popen[str]], found: Row) -> Iterator[Row]:
-    outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in running]
-    if any(process.returncode for process in running):
-        sys.exit("a process that tunes has failed: see above")
-    for output in outputs:
-        for height, config in json.loads(output.splitlines()[-1]).items():
-            yield {"kind": "choice", **found, "height": int(height), "config": config}
+def _choices(tasks: Sequence[list[int]], variables: dict[str, str], found: Row) -> Iterator[Row]:
+    """Run a process for each task, all at once; yield what each key launched."""
+
+    def run(keys: list[int]) -> dict[str, Any]:
+        return fresh_process.run(choose, keys, variables=variables, limit_s=LIMIT_S)
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for keys, chosen in zip(tasks, pool.map(run, tasks), strict=True):
+            for height in keys:
+                config = chosen[str(height)]
+                yield {"kind": "choice", **found, "height": height, "config": config}
 
 
 def _contended(store: Path) -> int:
@@ -198,29 +196,18 @@ def _contended(store: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all rounds, print and record; or be one of their processes."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    """Run all rounds, print and record."""
+    parser = recording.arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=5, help="of each kind")
-    parser.add_argument("--choose", metavar="HEIGHTS", help=argparse.SUPPRESS)
-    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args(argv)
-    if parsed.choose:
-        choose([int(height) for height in parsed.choose.split(",")])
-        return
-    if parsed.hold:
-        hold()
-        return
-    recording.require_device()
-    folder = recording.output_folder(parsed)
-    result = recording.begin("busy_card")
+    result, folder = recording.begin("busy_card"), recording.output_folder(parsed)
     with tempfile.TemporaryDirectory(prefix="busy-card-") as place:
         os.environ["TRITON_CACHE_DIR"] = str(Path(place) / "triton")
         result.rows += truth()
         for number, beside in itertools.product(range(parsed.rounds), BESIDE):
             result.rows += tune(beside, number, Path(place))
             path = result.save(folder, figures)
-            print(result.rows[-1], flush=True)
-    print(recording.figures_table(result, path))
+    recording.report(result, path)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,6 @@ REGRET_FLOOR = 1e-4
 #: What one problem is expected to take on an H100 with 16 cores.
 PART_S = 70.0
 
-#: What its first tuning is expected to take there: in all, and for each config.
-COMPILE_S, CONFIG_S = 2.0, 0.12
-
 
 def figures(rows: Sequence[Row]) -> Figures:
     """Return shares, regrets and how often the same config was chosen; triton's with a suffix."""
@@ -90,10 +87,9 @@ def figures(rows: Sequence[Row]) -> Figures:
     if {"mean_regret", "mean_regret_triton"} <= set(found):
         ours, theirs = found["mean_regret"], found["mean_regret_triton"]
         found["mean_regret_ratio"] = max(ours, REGRET_FLOOR) / max(theirs, REGRET_FLOOR)
-    for row in deployed(rows):
-        for tuner in TUNERS:
-            suffix = "" if tuner == "safetune" else f"_{tuner}"
-            found[f"deployed_regret{suffix}_{row['problem']}"] = row[f"regret_{tuner}"]
+    for row in summary(rows, "deployed"):
+        for tuner, suffix in (("safetune", ""), ("triton", "_triton")):
+            found[f"deployed_regret{suffix}_{row['problem']}"] = row[f"median_{tuner}"]
     spaces = summary(rows)
     found["problems"] = float(len(spaces))
     found["narrow_spaces"] = float(
@@ -115,26 +111,11 @@ def judged(rows: Sequence[Row], truth: str = "truth") -> list[Row]:
     ]
 
 
-def deployed(rows: Sequence[Row]) -> list[Row]:
-    """Return one line for each short problem: the best time, and the median regrets."""
-    lines, choices = [], judged(rows, "deployed")
-    for part, times in _truth(rows, "deployed").items():
-        best = min(times, key=lambda config: times[config])
-        line = {"problem": part, "configs": len(times), "best_us": 1e3 * times[best], "best": best}
-        for tuner in TUNERS:
-            own = [row for row in choices if row["part"] == part and row["tuner"] == tuner]
-            line[f"regret_{tuner}"] = statistics.median(row["regret"] for row in own)
-            line[f"worst_{tuner}"] = max(row["regret"] for row in own)
-            line[f"seconds_{tuner}"] = statistics.median(row["seconds"] for row in own)
-        lines.append(line)
-    return lines
-
-
-def summary(rows: Sequence[Row]) -> list[Row]:
+def summary(rows: Sequence[Row], truth: str = "truth") -> list[Row]:
     """Return one line for each problem: its space, and what each tuner made of it."""
     lines = []
-    choices = judged(rows)
-    for part, times in _truth(rows).items():
+    choices = judged(rows, truth)
+    for part, times in _truth(rows, truth).items():
         best = min(times, key=lambda config: times[config])
         line = {
             "problem": part,
@@ -147,6 +128,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
             own = [row for row in choices if row["part"] == part and row["tuner"] == tuner]
             if own:
                 line[f"regret_{tuner}"] = statistics.fmean(row["regret"] for row in own)
+                line[f"median_{tuner}"] = statistics.median(row["regret"] for row in own)
                 line[f"worst_{tuner}"] = max(row["regret"] for row in own)
                 line[f"seconds_{tuner}"] = statistics.median(row["seconds"] for row in own)
         lines.append({**line, "best": best})
@@ -189,15 +171,20 @@ def run_part(
     seconds = {}
     ours = {"measure": options.measure} if short else {}
 
-    print(f"{problem.name}: compile: about {COMPILE_S + len(configs) * CONFIG_S:.0f} s", flush=True)
     start = time.monotonic()
     _choose("safetune", problem, work, configs, next(stores), **ours)
     seconds["compile"] = time.monotonic() - start
     print(f"{problem.name}: compile: {seconds['compile']:.1f} s", flush=True)
 
     start = time.monotonic()
-    find = _find_deployed if short else _find_truth
-    rows = find(problem.name, configs, work, problem.kernel, options)
+    launches, failed = _launches(problem, configs, work)
+    if short:
+        times = deployed_time.medians(work, launches)
+        rows = [{"kind": "deployed", "config": c, "median_ms": ms} for c, ms in times.items()]
+    else:
+        samples = _samples(work, launches, options.truth_ms)
+        rows = [{"kind": "truth", "config": c, **_summarized(s)} for c, s in samples.items()]
+    rows += [{"kind": rows[0]["kind"], "config": c, "failed": why} for c, why in failed.items()]
     seconds["truth"] = time.monotonic() - start
     print(f"{problem.name}: truth: {seconds['truth']:.1f} s", flush=True)
 
@@ -205,10 +192,7 @@ def run_part(
         start = time.monotonic()
         store = next(stores) if tuner == "safetune" else None
         choice = _choose(tuner, problem, work, configs, store, **ours)
-        took = time.monotonic() - start
-        if seconds.setdefault(tuner, 0.0) == 0.0:
-            print(f"{problem.name}: {tuner}: about {took * repetitions:.0f} s", flush=True)
-        seconds[tuner] += took
+        seconds[tuner] = seconds.get(tuner, 0.0) + time.monotonic() - start
         rows.append({"kind": "choice", "tuner": tuner, "order": number, **choice})
     spent = {f"{name}_s": value for name, value in seconds.items()}
     rows.append({"kind": "cost", **spent, "part_s": sum(seconds.values())})
@@ -238,18 +222,9 @@ def _choose(
         os.environ["SAFETUNE_CACHE_DIR"] = str(store)
         ours["scratch"] = problem.scratch
     tuner = tuners.tuned(name, problem.kernel, configs, problem.key, **ours)
-    device_time.synchronize()
-    start = time.perf_counter()
-    work.launch(tuner)
-    device_time.synchronize()
-    seconds = time.perf_counter() - start
+    found = tuners.tune(tuner, lambda: work.launch(tuner))
     _check(work, f"{name}'s choice for {problem.name}, {tuner.best_config}")
-    return {
-        "config": str(tuner.best_config),
-        "seconds": seconds,
-        "failed": tuners.failed(tuner),
-        **tuners.phases(tuner),
-    }
+    return found
 
 
 def _check(work: Work, what: str) -> None:
@@ -258,58 +233,46 @@ def _check(work: Work, what: str) -> None:
         raise SystemExit(f"{what}, is wrong: relative error {error}")
 
 
-def _find_truth(
-    name: str, configs: Sequence[Any], work: Work, kernel: Any, options: argparse.Namespace
-) -> list[Row]:
-    """Return one row for each config: its long and interleaved time, or why it has none."""
-    rows: dict[str, Row] = {
-        str(config): {"kind": "truth", "config": str(config)} for config in configs
-    }
-    launches: dict[str, Callable[[], object]] = {}
-    samples: dict[str, list[float]] = {}
-    for config in configs:
-        text = str(config)
-        launch = functools.partial(work.launch, kernel, **config.all_kwargs())
-        try:
-            samples[text] = device_time.timed(launch, ESTIMATE_LAUNCHES)
-        except _out_of_resources() as error:
-            rows[text]["failed"] = str(error)
-        else:
-            _check(work, f"{name}, {text}")
-            launches[text] = launch
-    estimates = {text: statistics.median(times) for text, times in samples.items()}
-    print(f"{name}: truth: about {_truth_seconds(estimates, options):.0f} s", flush=True)
-    samples = {text: [] for text in launches}
-    order = random.Random(0)
-    while wanting := list(_wanting(samples, options.truth_ms)):
-        for text in order.sample(wanting, len(wanting)):
-            count = max(1, min(ROUND_LAUNCHES, round(ROUND_MS / estimates[text])))
-            samples[text] += device_time.timed(launches[text], count)
-    for text, times in samples.items():
-        rows[text].update(_summarized(times))
-    return list(rows.values())
+def _launches(
+    problem: Problem, configs: Sequence[Any], work: Work
+) -> tuple[dict[str, Callable[[Work], object]], dict[str, str]]:
+    """Return what launches each config that fits on the device, and why others do not."""
+    from triton.runtime.errors import OutOfResources
 
-
-def _find_deployed(
-    name: str, configs: Sequence[Any], work: Work, kernel: Any, options: argparse.Namespace
-) -> list[Row]:
-    """Return one row for each config: its time in a graph, or why it has none."""
-    rows: dict[str, Row] = {
-        str(config): {"kind": "deployed", "config": str(config)} for config in configs
-    }
     launches: dict[str, Callable[[Work], object]] = {}
+    failed = {}
     for config in configs:
-        text, chosen = str(config), config.all_kwargs()
+        launch = functools.partial(_launch, problem.kernel, config.all_kwargs())
         try:
-            work.launch(kernel, **chosen)
-        except _out_of_resources() as error:
-            rows[text]["failed"] = str(error)
+            launch(work)
+        except OutOfResources as error:
+            failed[str(config)] = str(error)
         else:
-            _check(work, f"{name}, {text}")
-            launches[text] = lambda work, chosen=chosen: work.launch(kernel, **chosen)
-    for text, median_ms in deployed_time.medians(work, launches).items():
-        rows[text]["median_ms"] = median_ms
-    return list(rows.values())
+            _check(work, f"{problem.name}, {config}")
+            launches[str(config)] = launch
+    return launches, failed
+
+
+def _launch(kernel: Any, chosen: Mapping[str, Any], work: Work) -> None:
+    work.launch(kernel, **chosen)
+
+
+def _samples(
+    work: Work, launches: Mapping[str, Callable[[Work], object]], truth_ms: float
+) -> dict[str, list[float]]:
+    """Return the times of each config in rounds over all, from a cold L2."""
+    bound = {config: functools.partial(launch, work) for config, launch in launches.items()}
+    estimates = {
+        config: statistics.median(device_time.timed(launch, ESTIMATE_LAUNCHES))
+        for config, launch in bound.items()
+    }
+    samples: dict[str, list[float]] = {config: [] for config in bound}
+    order = random.Random(0)
+    while wanting := list(_wanting(samples, truth_ms)):
+        for config in order.sample(wanting, len(wanting)):
+            count = max(1, min(ROUND_LAUNCHES, round(ROUND_MS / estimates[config])))
+            samples[config] += device_time.timed(bound[config], count)
+    return samples
 
 
 def _wanting(samples: dict[str, list[float]], truth_ms: float) -> Iterator[str]:
@@ -319,18 +282,6 @@ def _wanting(samples: dict[str, list[float]], truth_ms: float) -> Iterator[str]:
         hopeless = times and statistics.median(times) > HOPELESS * best
         if sum(times) < (min(HOPELESS_MS, truth_ms) if hopeless else truth_ms):
             yield text
-
-
-def _truth_seconds(estimates: dict[str, float], options: argparse.Namespace) -> float:
-    """Return what the truth will take, with 60 us around each launch for flush and events."""
-    best = min(estimates.values())
-    return sum(
-        (HOPELESS_MS if time_ms > HOPELESS * best else options.truth_ms)
-        / time_ms
-        * (time_ms + 0.06)
-        / 1e3
-        for time_ms in estimates.values()
-    )
 
 
 def _summarized(times: Sequence[float]) -> dict[str, float]:
@@ -344,15 +295,9 @@ def _summarized(times: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _out_of_resources() -> type[Exception]:
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--repetitions", type=int, default=10, help="tunings by each tuner")
     parser.add_argument("--configs", type=int, default=None, help="fewer, for a trial run")
     parser.add_argument(
@@ -366,11 +311,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run the parts that are still missing, print and record."""
     options = parse()
-    recording.require_device()
-    folder = recording.output_folder(options)
     result = recording.begin("choice_quality")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
     with tempfile.TemporaryDirectory(prefix="choice-quality-") as caches:
         os.environ["TRITON_CACHE_DIR"] = str(Path(caches) / "triton")
         import choice_problems
@@ -379,16 +320,18 @@ def main() -> None:
         short = {problem.name: problem for problem in short_problems.SHORT}
         long = {problem.name: problem for problem in choice_problems.PROBLEMS}
         every = short if options.short else {**long, **short}
-        for part in recording.parts_to_run(every, result.rows, options, PART_S):
-            result.rows += run_part(every[part], options, Path(caches), part in short)
-            result.save(folder, figures)
-    path = result.save(folder, figures)
-    told = [f"{what}_{tuner}" for tuner in TUNERS for what in ("regret", "worst", "seconds")]
+        recording.run_parts(
+            result,
+            every,
+            lambda part: run_part(every[part], options, Path(caches), part in short),
+            figures,
+            options,
+            PART_S,
+        )
+    told = [f"{w}_{t}" for t in TUNERS for w in ("regret", "median", "worst", "seconds")]
     columns = ["problem", "configs", "best_ms", "median_to_best", "within_2pct", *told, "best"]
-    print(recording.table(summary(result.rows), columns))
-    print(recording.table(deployed(result.rows), ["problem", "configs", "best_us", *told, "best"]))
-    print()
-    print(recording.figures_table(result, path))
+    for truth in ("truth", "deployed"):
+        print(recording.table(summary(result.rows, truth), columns), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ configs that safetune tried are rows, too.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cold_steps
+import fresh_process
 import recording
 import wild
 from recording import Figures, Row
@@ -83,29 +82,17 @@ def _run(name: str, tuner: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, str(STEPS), name, str(report)]
     if tuner == "safetune":
         command[1:1] = ["-m", "safetune", "run"]
-    env = {n: v for n, v in os.environ.items() if not n.startswith("SAFETUNE_")}
-    env |= {
-        "TRITON_CACHE_DIR": str(folder / f"{tuner}-triton"),
-        "SAFETUNE_CACHE_DIR": str(folder / f"{tuner}-store"),
-    }
+    caches = fresh_process.caches(folder / f"{tuner}-triton", folder / f"{tuner}-store")
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        ended = "ok" if done.returncode == 0 else f"exit code {done.returncode}"
-        last = (done.stdout.strip().splitlines() or [""])[-1]
-    except subprocess.TimeoutExpired:
-        ended, last = f"over {LIMIT_S:g} s", ""
-    steps = json.loads(report.read_text()) if report.exists() else []
-    said = {} if ended == "ok" else {"said": last}
-    return {"ended": ended, "wall_s": time.monotonic() - start, "steps": steps, **said}
+    status, output = fresh_process.output_of(command, fresh_process.environment(caches), LIMIT_S)
+    row = {"ended": "ok", "wall_s": time.monotonic() - start}
+    row["steps"] = json.loads(report.read_text()) if report.exists() else []
+    if status is None:
+        return {**row, "ended": f"over {LIMIT_S:g} s", "said": ""}
+    if status:
+        said = (output.strip().splitlines() or [""])[-1]
+        return {**row, "ended": f"exit code {status}", "said": said}
+    return row
 
 
 def installed(name: str) -> str:
@@ -118,19 +105,20 @@ def installed(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts that are still missing, print and record."""
-    options = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0]).parse_args(argv)
-    recording.require_device()
-    folder = recording.output_folder(options)
+    options = recording.part_arguments(__doc__ or "").parse_args(argv)
     result = recording.begin("cold_libraries")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    there = [name for name in cold_steps.LIBRARIES if installed(name)]
-    if left := sorted(cold_steps.LIBRARIES.keys() - {*there}):
+    every = {name: installed(name) for name in cold_steps.LIBRARIES}
+    there = {name: version for name, version in every.items() if version}
+    if left := sorted(every.keys() - there.keys()):
         print("not installed:", ", ".join(left))
-    for part in recording.parts_to_run(there, result.rows, options, PART_S):
-        result.rows += [{**row, "version": installed(part)} for row in run_part(part)]
-        result.save(folder, figures)
-    print(recording.figures_table(result, result.save(folder, figures)))
+    recording.run_parts(
+        result,
+        there,
+        lambda part: ({**row, "version": there[part]} for row in run_part(part)),
+        figures,
+        options,
+        PART_S,
+    )
 
 
 if __name__ == "__main__":

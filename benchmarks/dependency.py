@@ -8,11 +8,8 @@ Triton, of `import safetune` and of the first kernel that is decorated. Needs no
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import statistics
-import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -118,26 +115,17 @@ def measured() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the task of a measuring process, or write the result."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--wheel", type=Path)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    """Write the result."""
+    parser = recording.arguments(__doc__ or "")
+    parser.add_argument("--wheel", type=Path, required=True)
     options = parser.parse_args(argv)
-    if options.report:
-        options.report.write_text(json.dumps(measured()))
-        return
     result = recording.begin("dependency")
     result.rows += package_rows(options.wheel)
-    with tempfile.TemporaryDirectory(prefix="dependency-") as name:
-        for number in range(PROCESSES + 1):
-            report = fresh_process.run(__file__, [], {}, Path(name), 120.0)
-            if number:  # the first one writes Python's bytecode
-                result.rows.append({"what": "process", "number": number, **report})
-    path = result.save(options.out, figures)
-    packages = [row for row in result.rows if row["what"] == "package"]
-    print(recording.table(packages, ["name", "version", "bytes", "licence"]))
-    print()
-    print(recording.figures_table(result, path))
+    for number in range(PROCESSES + 1):
+        report = fresh_process.run(measured, variables={}, limit_s=120.0)
+        if number:  # the first one writes Python's bytecode
+            result.rows.append({"what": "process", "number": number, **report})
+    recording.report(result, result.save(options.out, figures))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import recording
@@ -29,6 +30,28 @@ def timed(launch: Launch, launches: int) -> list[float]:
         end.record()
     synchronize()
     return [start.elapsed_time(end) for start, end in spans]
+
+
+def medians_in_turns(launches: Mapping[str, Launch], turns: int, each: int) -> dict[str, float]:
+    """Return the median milliseconds of launches that take turns, `each` of them at a time."""
+    if recording.interpreted():
+        turns, each = min(turns, 2), 1
+    samples: dict[str, list[float]] = {name: [] for name in launches}
+    for turn in range(turns):
+        for name in recording.in_turn(list(launches), turn):
+            samples[name] += timed(launches[name], each)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def host_us(call: Launch, calls: int) -> float:
+    """Return the host's microseconds for a call, over a batch that starts on an idle device."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = time.perf_counter() - start
+    synchronize()
+    return seconds / calls * 1e6
 
 
 def synchronize() -> None:

@@ -8,7 +8,6 @@ process takes some seconds to start, which a sweep of hours does not notice; `wa
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -117,18 +116,12 @@ def compile_all(folder: Path) -> None:
     )
 
 
-def parse() -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--devices", type=int, default=0, help="of this machine; 0: all")
-    parser.add_argument("--skip-kill", action="store_true", help="do not kill a worker")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Tune the list on one GPU, on all, and on all with a kill."""
-    options = parse()
-    recording.require_device()
+    parser = recording.arguments(__doc__ or "")
+    parser.add_argument("--devices", type=int, default=0, help="of this machine; 0: all")
+    parser.add_argument("--skip-kill", action="store_true", help="do not kill a worker")
+    options = parser.parse_args()
     import torch
 
     count = options.devices or torch.cuda.device_count()
@@ -143,7 +136,7 @@ def main() -> None:
             print({n: row[n] for n in row if n != "choices"}, flush=True)
             result.rows.append(row)
             result.save(folder, figures)
-    print(recording.figures_table(result, result.save(folder, figures)))
+    recording.report(result, result.save(folder, figures))
 
 
 if __name__ == "__main__":

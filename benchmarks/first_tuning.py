@@ -13,11 +13,8 @@ the vector add with 4 configs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,83 +55,58 @@ def _alternations(rows: Sequence[Row]) -> dict[tuple[str, int], int]:
     return {name: len(found) for name, found in parts.items()}
 
 
-def run_part(part: str) -> list[Row]:
+def run_part(part: str) -> Iterator[Row]:
     """Measure both tuners once in each state; a part is `kernel-configs-alternation`."""
     kernel, count, alternation = part.split("-")
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="first-tuning-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="first-tuning-") as folder:
         for state in STATES:
-            for tuner in TUNERS if int(alternation) % 2 == 0 else TUNERS[::-1]:
-                compile_cache = folder / f"triton-{tuner}"
-                store = folder / f"store-{tuner}-{state}"
-                caches = {"TRITON_CACHE_DIR": compile_cache, "SAFETUNE_CACHE_DIR": store}
-                task = ["--kernel", kernel, "--configs", count, "--task", tuner]
-                report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
-                row = {"part": part, "kernel": kernel, "configs": int(count), "state": state}
-                rows.append({**row, "tuner": tuner, **report})
+            for tuner in recording.in_turn(TUNERS, int(alternation)):
+                report = fresh_process.run(
+                    tune_first,
+                    *(tuner, kernel, int(count)),
+                    variables=tuners.caches(Path(folder), tuner, state),
+                    limit_s=PROCESS_TIMEOUT_S,
+                )
                 print(f"{part}: {tuner} {state}: {report['seconds']:.2f} s", flush=True)
-    return rows
+                row = {"part": part, "kernel": kernel, "configs": int(count), "state": state}
+                yield {**row, "tuner": tuner, **report}
 
 
 def tune_first(tuner_name: str, kernel: str, count: int) -> dict[str, Any]:
     """In a fresh process: tune a kernel, and say how long that took and where it went."""
-    import device_time
     import first_tuning_kernels
     import torch
 
     torch.manual_seed(0)
     call = first_tuning_kernels.CALLS[kernel](count, recording.torch_device())
     tuner = tuners.tuned(tuner_name, call.kernel, call.configs, call.key, call.settings)
-    device_time.synchronize()
-    start = time.perf_counter()
-    tuner[call.grid](*call.arguments)
-    device_time.synchronize()
-    seconds = time.perf_counter() - start
+    found = tuners.tune(tuner, lambda: tuner[call.grid](*call.arguments))
     if not call.right():
         raise SystemExit(f"{tuner_name} gave a wrong result of {kernel}")
-    phases = tuners.phases(tuner)
-    return {"seconds": seconds, "failed": tuners.failed(tuner), **phases}
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--alternations", type=int, default=3, help="in all, earlier runs included")
-    parser.add_argument("--short", action="store_true", help="one kernel, 4 configs, once")
-    parser.add_argument("--kernel", choices=KERNELS, help=argparse.SUPPRESS)
-    parser.add_argument("--configs", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    return found
 
 
 def main() -> None:
-    """Run the task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        report = tune_first(options.task, options.kernel, options.configs)
-        options.report.write_text(json.dumps(report))
-        return
-    recording.require_device()
-    folder = recording.output_folder(options)
-    result = recording.begin("first_tuning")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
+    parser.add_argument("--alternations", type=int, default=3, help="in all, earlier runs included")
+    parser.add_argument("--short", action="store_true", help="one kernel, 4 configs, once")
+    options = parser.parse_args()
     parts = [
         f"{kernel}-{count}-{alternation}"
         for alternation in range(options.alternations)
         for count in COUNTS
         for kernel in KERNELS
     ]
-    parts = parts[:1] if options.short else parts
-    for part in recording.parts_to_run(parts, result.rows, options, PART_S):
-        result.rows += run_part(part)
-        result.save(folder, figures)
-    path = result.save(folder, figures)
-    print(recording.table(result.rows, ["part", "state", "tuner", "seconds", "failed"]))
-    print()
-    print(recording.figures_table(result, path))
+    recording.run_parts(
+        recording.begin("first_tuning"),
+        parts[:1] if options.short else parts,
+        run_part,
+        figures,
+        options,
+        PART_S,
+        ["part", "state", "tuner", "seconds", "failed"],
+    )
 
 
 if __name__ == "__main__":

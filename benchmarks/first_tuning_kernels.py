@@ -12,15 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def add_kernel(x_pointer, y_pointer, out_pointer, count, BLOCK: tl.constexpr):
-    """out = x + y."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_pointer + i, mask=i < count)
-    y = tl.load(y_pointer + i, mask=i < count)
-    tl.store(out_pointer + i, x + y, mask=i < count)
+from startup_kernels import add_kernel
 
 
 @triton.heuristics(

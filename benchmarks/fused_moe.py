@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from choice_problems import Work
-from grouped_matmul import BATCHES
+from matmul import BATCHES, spread
 
 from safetune import Workload, safetune, space
 
@@ -47,8 +47,7 @@ EVERY_CONFIG = space(
     num_warps=[4, 8],
     num_stages=[2, 3, 4, 5],
 )
-MOST = int(os.environ.get("FUSED_MOE_CONFIGS", len(EVERY_CONFIG)))
-CONFIGS = EVERY_CONFIG[:: -(-len(EVERY_CONFIG) // MOST)]
+CONFIGS = spread(EVERY_CONFIG, int(os.environ.get("FUSED_MOE_CONFIGS", "0")))
 
 
 class _Absent(types.ModuleType):

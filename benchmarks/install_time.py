@@ -8,16 +8,13 @@ the medians. Times are of the CPU: an import waits for nothing, and other proces
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import functools
 import importlib
-import json
 import os
 import pkgutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import fresh_process
@@ -68,43 +65,30 @@ def import_all(kind: str) -> dict[str, Any]:
     return {"seconds": seconds, "tuners": len(made)}
 
 
-def run_part(part: int, folder: Path) -> Iterator[Row]:
+def run_part(part: int) -> Iterator[Row]:
     """Import FLA once under each kind."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    for order, kind in enumerate(KINDS if part % 2 == 0 else KINDS[::-1]):
+    call = functools.partial(fresh_process.run, import_all, variables={}, limit_s=PROCESS_TIMEOUT_S)
+    for order, kind in enumerate(recording.in_turn(KINDS, part)):
         if part == 0:
-            fresh_process.run(__file__, ["--task", kind], {}, folder, PROCESS_TIMEOUT_S)
-        report = fresh_process.run(__file__, ["--task", kind], {}, folder, PROCESS_TIMEOUT_S)
-        yield {"part": part, "order": order, "kind": kind, **report}
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--alternations", type=int, default=5, help="in all, earlier runs included")
-    parser.add_argument("--task", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+            call(kind)
+        yield {"part": part, "order": order, "kind": kind, **call(kind)}
 
 
 def main() -> None:
-    """Run the task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        options.report.write_text(json.dumps(import_all(options.task)))
-        return
-    result = recording.begin("install_time")
-    if not options.fresh:
-        recording.resume(result, [options.out, recording.RESULTS])
-    with tempfile.TemporaryDirectory(prefix="install-") as name:
-        every = range(options.alternations)
-        for part in recording.parts_to_run(every, result.rows, options, PART_S):
-            result.rows += run_part(part, Path(name))
-            result.save(options.out, figures)
-    path = result.save(options.out, figures)
-    print(recording.table(result.rows, ["part", "kind", "seconds", "process_s", "tuners"]))
-    print()
-    print(recording.figures_table(result, path))
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
+    parser.add_argument("--alternations", type=int, default=5, help="in all, earlier runs included")
+    options = parser.parse_args()
+    recording.run_parts(
+        recording.begin("install_time"),
+        range(options.alternations),
+        run_part,
+        figures,
+        options,
+        PART_S,
+        ["part", "kind", "seconds", "process_s", "tuners"],
+    )
 
 
 if __name__ == "__main__":

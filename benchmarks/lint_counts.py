@@ -9,6 +9,7 @@ for a library that is not a wheel. `--write` puts the tables into docs/lint.md.
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import bars
 import click
 
 from safetune.lint.check import check
@@ -53,69 +55,34 @@ WRONG = (
     ("sglang", "size", r"topk_rounded", "the kernel has no tl.dot; a comment has dot("),
 )
 
-#: Known mistakes, as (library, rule, kernel, name, where it was reported).
-KNOWN = (
-    *(
-        ("fla-core==0.5.0", "phantom", f"causal_conv1d_{way}_kernel", "NB", "FLA #1147")
-        for way in ("fwd", "bwd")
-    ),
-    *(
-        ("flash-linear-attention==0.2.2", rule, f"layer_norm_gated_{kernel}", name, "FLA #533")
-        for rule, kernel, name in (
-            ("phantom", "fwd_kernel", "NB"),
-            ("phantom", "bwd_kernel", "NB"),
-            ("length", "bwd_kernel", "BS"),
-            ("length", "bwd_kernel1", "BS"),
-        )
-    ),
-    *(
-        ("fla-core==0.4.0", rule, f"l2norm_{way}_kernel", name, "FLA #663, #669, #758")
-        for way in ("fwd", "bwd")
-        for rule, name in (("length", "T"), ("phantom", "NB"))
-    ),
-    *(
-        ("fla-core==0.6.0", "phantom", f"{kernel}_{way}_kernel", "NB", "this project")
-        for kernel in ("layer_norm", "layer_norm_gated", "l2norm")
-        for way in ("fwd", "bwd")
-    ),
-    *(
-        ("fla-core==0.6.0", "phantom", f"chunk_{kind}kda_bwd_kernel_dAv", "BK", "this project")
-        for kind in ("", "precond_")
-    ),
-    (
-        "torchao==0.18.0",
-        "unknown",
-        "_triton_fp8_rowwise_3d_transpose_cast_rhs_kernel",
-        "num_elements",
-        "this project",
-    ),
-    *(
-        ("flag-gems==5.0.2", "stand-in", f"{kernel}_host_tma", name, "this project")
-        for kernel in ("mm_kernel_general", "w8a8_block_fp8_matmul_kernel")
-        for name in ("stride_am", "stride_bk")
-    ),
-    ("flag-gems==5.0.2", "stand-in", "grouped_mm_tma_kernel", "M", "this project"),
-    ("sglang==0.5.23", "flag", "_layer_norm_fwd_1pass_kernel", "HAS_DROPOUT", "this project"),
-    *(
-        ("generative-recommenders db1bf8f", rule, kernel, name, "this project")
-        for rule, kernel, name in (
-            ("stand-in", "_hstu_attn_fwd", "DimQ"),
-            ("stand-in", "_hstu_attn_fwd", "DimV"),
-            ("unseen", "_hstu_attn_fwd_persistent", "DimQ"),
-            ("unseen", "_hstu_attn_fwd_persistent", "DimV"),
-            ("size", "_swiglu_fwd_tma_ws_persistent", "M_BLOCK"),
-            ("size", "_swiglu_fwd_kernel", "M_BLOCK"),
-        )
-    ),
-    *(
-        ("attention-gym 7fdb85d", rule, kernel, name, "this project")
-        for rule, kernel, name in (
-            ("stand-in", "_selected_attention_bwd_dlocal_kv_tma", "D"),
-            ("phantom", "l2norm_fwd_kernel", "NB"),
-            ("phantom", "l2norm_bwd_kernel", "NB"),
-        )
-    ),
-)
+#: Known mistakes: the library, the rule, kernels, a name of each, and who reported it if not we.
+KNOWN = """
+fla-core==0.5.0 | phantom | causal_conv1d_{fwd,bwd}_kernel | NB | FLA #1147
+flash-linear-attention==0.2.2 | phantom | layer_norm_gated_{fwd,bwd}_kernel | NB | FLA #533
+flash-linear-attention==0.2.2 | length | layer_norm_gated_bwd_kernel{,1} | BS | FLA #533
+fla-core==0.4.0 | length | l2norm_{fwd,bwd}_kernel | T | FLA #663, #669, #758
+fla-core==0.4.0 | phantom | l2norm_{fwd,bwd}_kernel | NB | FLA #663, #669, #758
+fla-core==0.6.0 | phantom | {layer_norm,layer_norm_gated,l2norm}_{fwd,bwd}_kernel | NB
+fla-core==0.6.0 | phantom | chunk_{,precond_}kda_bwd_kernel_dAv | BK
+torchao==0.18.0 | unknown | _triton_fp8_rowwise_3d_transpose_cast_rhs_kernel | num_elements
+flag-gems==5.0.2 | stand-in | mm_kernel_general_host_tma | stride_{am,bk}
+flag-gems==5.0.2 | stand-in | w8a8_block_fp8_matmul_kernel_host_tma | stride_{am,bk}
+flag-gems==5.0.2 | stand-in | grouped_mm_tma_kernel | M
+sglang==0.5.23 | flag | _layer_norm_fwd_1pass_kernel | HAS_DROPOUT
+generative-recommenders db1bf8f | stand-in | _hstu_attn_fwd | Dim{Q,V}
+generative-recommenders db1bf8f | unseen | _hstu_attn_fwd_persistent | Dim{Q,V}
+generative-recommenders db1bf8f | size | _swiglu_fwd_{tma_ws_persistent,kernel} | M_BLOCK
+attention-gym 7fdb85d | stand-in | _selected_attention_bwd_dlocal_kv_tma | D
+attention-gym 7fdb85d | phantom | l2norm_{fwd,bwd}_kernel | NB
+"""
+
+
+def known() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield the known mistakes as (library, rule, kernel, name, source)."""
+    for line in KNOWN.strip().splitlines():
+        library, rule, kernels, names, *others = line.split(" | ")
+        for kernel, name in itertools.product(bars.expand(kernels), bars.expand(names)):
+            yield library, rule, kernel, name, "".join(others) or "this project"
 
 
 def unpacked(requirement: str, folder: Path) -> Path:
@@ -167,7 +134,7 @@ def known_rows(trees: Mapping[str, Path]) -> Iterator[str]:
     yield "| library | reported | found |"
     yield "| --- | --- | --- |"
     groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
-    for library, rule, kernel, name, source in KNOWN:
+    for library, rule, kernel, name, source in known():
         groups.setdefault((library, source, rule), []).append((kernel, name))
     found = {
         library: {
@@ -196,7 +163,7 @@ def main(given: tuple[str, ...], write: bool) -> None:
     """Count what `safetune lint` finds in libraries, and look for known mistakes."""
     with tempfile.TemporaryDirectory() as folder:
         trees = {name: Path(path) for name, _, path in (each.rpartition("=") for each in given)}
-        wanted = {*COUNTED, *FLAGS_ONLY, *(library for library, *_ in KNOWN)} - {*trees}
+        wanted = {*COUNTED, *FLAGS_ONLY, *(library for library, *_ in known())} - {*trees}
         wheels = sorted(name for name in wanted if "==" in name)
         trees.update((name, unpacked(name, Path(folder))) for name in wheels)
         today = datetime.date.today().isoformat()

@@ -6,7 +6,6 @@ cache what an earlier one left there.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ WARM_UP_S = 0.1
 class Replay:
     """Some calls, captured once and replayed; in the interpreter they are run, and timed, as is."""
 
-    def __init__(self, make: Callable[[], Sequence[Call]], replay_s: float = REPLAY_S) -> None:
+    def __init__(self, make: Callable[[], Sequence[Call]]) -> None:
         """Warm the calls up, so that everything is compiled and tuned, and capture them.
 
         `make` returns the calls. It runs on the stream that is captured, because the backward pass
@@ -46,7 +45,7 @@ class Replay:
             for _ in range(2):
                 self.calls[0]()
             self.stream.synchronize()
-            wanted = max(1, min(MOST_CALLS, int(replay_s / self._one_call_s())))
+            wanted = max(1, min(MOST_CALLS, int(REPLAY_S / self._one_call_s())))
             self.calls *= -(-wanted // len(self.calls))
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
@@ -62,10 +61,10 @@ class Replay:
         self.stream.synchronize()
         return (time.perf_counter() - began) / len(self.calls)
 
-    def warm_up(self, seconds: float = WARM_UP_S) -> None:
-        """Replay for `seconds`, untimed."""
+    def warm_up(self) -> None:
+        """Replay for `WARM_UP_S`, untimed."""
         began = time.perf_counter()
-        while self.graph is not None and time.perf_counter() - began < seconds:
+        while self.graph is not None and time.perf_counter() - began < WARM_UP_S:
             self.microseconds()
 
     def microseconds(self) -> float:
@@ -83,12 +82,6 @@ class Replay:
             end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3 / len(self.calls)
-
-
-def time_calls(calls: Sequence[Call], replays: int = 3, replay_s: float = REPLAY_S) -> float:
-    """Return the median microseconds of a call."""
-    replay = Replay(lambda: calls, replay_s)
-    return statistics.median(replay.microseconds() for _ in range(replays))
 
 
 def copy_bandwidth(gibibytes: float, copies: int = 8) -> float:

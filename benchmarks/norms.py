@@ -5,7 +5,6 @@ rotating operands. Shares are of the bandwidth of `copy_`, measured in the same 
 those of the matrices that must be read or written once. `--residual` measures the forward pass that
 adds a residual (prenorm) and its backward pass instead, and has a result of its own,
 norms_residual.json. What a call costs the host is in norms_host.py.
-
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def run_part(part: str, systems: Sequence[str], options: argparse.Namespace) -> 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--warm", action="store_true", help="first, compile in parallel")
     parser.add_argument("--quick", action="store_true", help="2 replays, no max-autotune")
     parser.add_argument(
@@ -183,7 +182,6 @@ def main() -> None:
     options = parse()
     # What torch.compile chose on a GPU that others used is not chosen again.
     os.environ["TORCHINDUCTOR_AUTOTUNE_LOCAL_CACHE"] = "0"
-    recording.require_device()
     folder = recording.output_folder(options)
     result = recording.begin(options.result or ("norms_residual" if options.residual else "norms"))
     if not options.fresh:
@@ -206,7 +204,7 @@ def main() -> None:
         result.rows += rows
         result.save(folder, figures)
         print(f"{part} took {time.monotonic() - began:.1f} s", flush=True)
-    print(recording.figures_table(result, path))
+    recording.report(result, path)
 
 
 if __name__ == "__main__":

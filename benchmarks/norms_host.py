@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import device_time
@@ -69,31 +68,14 @@ def _module_calls(system: str, norm: str) -> dict[str, Callable[[], object]]:
 
 
 def _batch_us(call: Callable[[], object]) -> float:
-    """Return the host time of a call, over a batch that starts on an idle device."""
-    size = 1 if recording.interpreted() else CALLS
     call()
-    device_time.synchronize()
-    began = time.perf_counter()
-    for _ in range(size):
-        call()
-    took = time.perf_counter() - began
-    device_time.synchronize()
-    return took / size * 1e6
+    return device_time.host_us(call, 1 if recording.interpreted() else CALLS)
 
 
 def main() -> None:
     """Run the parts that are still missing, print and record."""
     options = recording.part_arguments(__doc__ or "").parse_args()
-    recording.require_device()
-    folder = recording.output_folder(options)
-    result = recording.begin("norms_host")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    path = result.save(folder, figures)
-    for norm in recording.parts_to_run(NORMS, result.rows, options, PART_S):
-        result.rows += measure(norm)
-        path = result.save(folder, figures)
-    print(recording.figures_table(result, path))
+    recording.run_parts(recording.begin("norms_host"), NORMS, measure, figures, options, PART_S)
 
 
 if __name__ == "__main__":

@@ -40,26 +40,23 @@ def figures(rows: Sequence[Row]) -> Figures:
 
 def main() -> None:
     """Run the parts that are still missing, print and record."""
-    parser = recording.part_arguments((__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--warm", action="store_true", help="first, compile in parallel")
     parser.add_argument("--workers", type=int, default=14, help="compiling processes")
     options = parser.parse_args()
     options.ops, options.systems = norm_calls.OPS, SYSTEMS
     os.environ["TORCHINDUCTOR_AUTOTUNE_LOCAL_CACHE"] = "0"
-    recording.require_device()
-    folder = recording.output_folder(options)
     result = recording.begin("norms_small")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    path = result.save(folder, figures)
     if options.warm:
-        done = {row["part"] for row in result.rows}
-        norm_calls.warm_all([part for part in PARTS if part not in done], options)
-    expected_s = WARM_PART_S if options.warm else PART_S
-    for part in recording.parts_to_run(PARTS, result.rows, options, expected_s):
-        result.rows += norms.measure(part, norm_calls.OPS, SYSTEMS, REPLAYS)
-        path = result.save(folder, figures)
-    print(recording.figures_table(result, path))
+        norm_calls.warm_all(PARTS, options)
+    recording.run_parts(
+        result,
+        PARTS,
+        lambda part: norms.measure(part, norm_calls.OPS, SYSTEMS, REPLAYS),
+        figures,
+        options,
+        WARM_PART_S if options.warm else PART_S,
+    )
 
 
 if __name__ == "__main__":

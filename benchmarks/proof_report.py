@@ -1,26 +1,20 @@
 """A pytest plugin: each test's outcome and seconds as a line of PROOF_REPORT, once it has ended.
 
-With PROOF_ALONE, a file, no two processes run tests at a time: others may import meanwhile. With
-PROOF_QUICK Triton times each config for 5 ms, not for 100.
+With PROOF_QUICK Triton times each config for 5 ms, not for 100.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from typing import IO, Any
+from typing import Any
 
-_alone: list[IO[str]] = []  # held until the process ends
 _seconds: dict[str, float] = {}
 _outcome: dict[str, str] = {}
 
 
 def pytest_collection_finish() -> None:
-    """Wait until no other process runs tests."""
-    if path := os.environ.get("PROOF_ALONE"):
-        _alone.append(open(path, "a"))  # noqa: SIM115
-        fcntl.flock(_alone[0], fcntl.LOCK_EX)
+    """Let Triton time quickly."""
     if os.environ.get("PROOF_QUICK"):
         import triton
 

@@ -21,24 +21,22 @@ from the first steps: their times say nothing. Stock Triton times each config fo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import fresh_process
 import recording
 from proof_list import PROOFS, VERSIONS, Proof
 from recording import Figures, Row
@@ -175,44 +173,25 @@ class Bench:
         env["PROOF_REPORT"] = str(report)
         if way == "stock":
             env["PROOF_QUICK"] = "1"
-        if state != "all":
-            env["PROOF_ALONE"] = str(self.folder / "alone")
         command = [sys.executable, *(["-m", "safetune", "run"] if way == "run" else [])]
         command += ["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", "."]
         command += ["-p", "no:cacheprovider", "-p", "proof_report", "--tb=short"]
         command += proof.arguments(state)
         before, start = tunings(store), time.monotonic()
-        ended, output = _output(command, env, self.sources / proof.folder, self.deadline - start)
+        cwd, left_s = self.sources / proof.folder, self.deadline - start
+        status, output = fresh_process.output_of(command, env, left_s, cwd)
         report.with_suffix(".txt").write_text(" ".join(command) + "\n" + output)
         outcomes, first_s = read(report)
         row: Row = {"part": f"{proof.name} {way} {state}", "proof": proof.name, "way": way}
         row |= {
             "state": state,
-            "ended": ended,
+            "ended": status is not None,
             "process_s": time.monotonic() - start,
             "first_s": first_s,
         }
         row |= {"tunings": tunings(store) - before, "outcomes": outcomes}
         said = [line for line in output.splitlines() if line.startswith("safetune: ")]
         return row | {"report": said, "of": VERSIONS[proof.folder]}
-
-
-def _output(
-    command: Sequence[str], env: Mapping[str, str], cwd: Path, limit_s: float
-) -> tuple[bool, str]:
-    """Run a program with all that it starts; return whether it ended in time, and its output."""
-    with tempfile.TemporaryFile("w+", errors="replace") as printed:
-        process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdout=printed, stderr=printed, start_new_session=True
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(limit_s, 0.0))
-        ended = process.poll() is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        printed.seek(0)
-        return ended, printed.read()
 
 
 def read(report: Path) -> tuple[dict[str, str], float | None]:
@@ -240,7 +219,7 @@ def tunings(store: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all tests side by side, or with `--first-steps` those, one process after the other."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--sources", type=Path, required=True, help="tests and tutorials")
     parser.add_argument("--only", default="", help="proofs whose name has this regular expression")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
@@ -268,26 +247,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{row['tunings']} tunings", *failed, *row["report"], sep="\n    ", flush=True)
     path = result.save(options.out, figures)
     print(json.dumps(differences(result.rows), indent=1))
-    print(recording.figures_table(result, path))
+    recording.report(result, path)
 
 
 def run(bench: Bench, options: argparse.Namespace, done: set[str]) -> Iterator[Row]:
     """Yield the rows that are not there yet, of processes that have ended in time."""
-    proofs = [proof for proof in PROOFS if re.search(options.only, proof.name)]
     states = ("cold", "stored") if options.first_steps else ("all",)
-    workers = 2 if options.first_steps else options.workers  # the second one imports meanwhile
-    with ThreadPoolExecutor(workers) as pool:
-        wanted = [
-            (proof, way, state) for way in options.ways for proof, state in _order(proofs, states)
+    with ThreadPoolExecutor(1 if options.first_steps else options.workers) as pool:
+        every = [
+            pool.submit(bench.run, proof, way, state)
+            for way in options.ways
+            for proof in PROOFS
+            if re.search(options.only, proof.name)
+            and not {f"{proof.name} {way} {state}" for state in states} <= done
+            for state in states
         ]
-        started: dict[tuple[str, str], Future[Row]] = {}
-        every = []
-        for proof, way, state in wanted:
-            if not {f"{proof.name} {way} {each}" for each in states} <= done:
-                cold = started.get((proof.name, way))
-                future = pool.submit(_after, cold, bench, proof, way, state)
-                started[proof.name, way] = future
-                every.append(future)
         for future in as_completed(every):
             row = future.result()
             if not (row["ended"] and row["outcomes"]):
@@ -295,23 +269,6 @@ def run(bench: Bench, options: argparse.Namespace, done: set[str]) -> Iterator[R
                 print(row["part"], f"{how}; see its output in --caches")
             if row["outcomes"]:
                 yield row
-
-
-def _after(cold: Future[Row] | None, bench: Bench, proof: Proof, way: str, state: str) -> Row:
-    """Run tests once the process whose caches they need has ended; it has been started before."""
-    if cold is not None:
-        cold.exception()
-    return bench.run(proof, way, state)
-
-
-def _order(proofs: Sequence[Proof], states: Sequence[str]) -> list[tuple[Proof, str]]:
-    """Return what runs when: the next proof's cold run imports while this one's is tested."""
-    turns = [
-        (2 * turn + 3 * late, proof, state)
-        for turn, proof in enumerate(proofs)
-        for late, state in enumerate(states)
-    ]
-    return [(proof, state) for _, proof, state in sorted(turns, key=lambda turn: turn[0])]
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def stored(names: Sequence[str]) -> list[Row]:
 
 def main() -> None:
     """Tune, and save the rows and the figures."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.arguments(__doc__ or "")
     parser.add_argument("--budget", type=float, default=140.0, metavar="SECONDS")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=list(KERNELS))
@@ -179,8 +179,7 @@ def main() -> None:
         os.environ["SAFETUNE_CACHE_DIR"] = options.store or scratch
         result = recording.begin("prune")
         result.rows = run(options)
-        path = result.save(recording.output_folder(options), figures)
-    print(recording.figures_table(result, path))
+        recording.report(result, result.save(recording.output_folder(options), figures))
 
 
 if __name__ == "__main__":

@@ -80,41 +80,44 @@ def now() -> str:
 
 
 def begin(bench: str) -> Result:
-    """Return an empty result of this machine, this checkout and this command."""
+    """Return an empty result of this machine, this checkout and this command.
+
+    Ends the program where there is neither a GPU nor the interpreter.
+    """
+    require_device()
     return Result(bench, device_slug(device_name()), versions(), commit(), command())
 
 
-def resume(result: Result, folders: Iterable[Path]) -> Result:
+def resume(result: Result, folders: Iterable[Path]) -> None:
     """Take over the rows of the first file that the same code wrote on the same kind of machine."""
-    for folder in folders:
-        path = folder / result.device / f"{result.bench}.json"
-        with contextlib.suppress(FileNotFoundError):
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            same = all(earlier[name] == getattr(result, name) for name in ("commit", "versions"))
-            if same:
-                print(f"continuing {path} with its {len(earlier['rows'])} rows")
-                result.rows = list(earlier["rows"])
-                break
-            print(f"{path} is from other code or versions: not continued")
-    return result
+    for path, earlier in _earlier(result, folders):
+        if all(earlier[name] == getattr(result, name) for name in ("commit", "versions")):
+            print(f"continuing {path} with its {len(earlier['rows'])} rows")
+            result.rows = list(earlier["rows"])
+            return
+        print(f"{path} is from other code or versions: not continued")
 
 
-def take_over(result: Result, folders: Iterable[Path]) -> Result:
+def take_over(result: Result, folders: Iterable[Path]) -> None:
     """Take over the rows of the first file of the same Triton and torch, also of other code.
 
     Each row has the commit and the date that it is from.
     """
+    for path, earlier in _earlier(result, folders):
+        if all(earlier["versions"][n] == result.versions[n] for n in ("triton", "torch")):
+            print(f"keeping the {len(earlier['rows'])} rows of {path}")
+            origin = {name: earlier[name] for name in ("commit", "date")}
+            result.rows = [{**origin, **row} for row in earlier["rows"]]
+            return
+        print(f"{path} is from other versions: not kept")
+
+
+def _earlier(result: Result, folders: Iterable[Path]) -> Iterator[tuple[Path, Any]]:
+    """Yield the files of this benchmark and device, and what is in them."""
     for folder in folders:
         path = folder / result.device / f"{result.bench}.json"
-        with contextlib.suppress(FileNotFoundError):
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            if all(earlier["versions"][n] == result.versions[n] for n in ("triton", "torch")):
-                print(f"keeping the {len(earlier['rows'])} rows of {path}")
-                origin = {name: earlier[name] for name in ("commit", "date")}
-                result.rows = [{**origin, **row} for row in earlier["rows"]]
-                break
-            print(f"{path} is from other versions: not kept")
-    return result
+        if path.exists():
+            yield path, json.loads(path.read_text(encoding="utf-8"))
 
 
 def stored_figures(folder: Path, bench: str) -> Figures:
@@ -174,8 +177,7 @@ def versions() -> dict[str, str]:
         "triton": str(triton.__version__),
         "safetune": _version("safetune"),
         "cuda": str(torch.version.cuda),
-        "hip": str(torch.version.hip or ""),
-        "driver": _driver(),
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "cpus": str(len(os.sched_getaffinity(0))),
         "sources": _sources_digest(),
     }
@@ -195,11 +197,6 @@ def _sources_digest() -> str:
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _driver() -> str:
-    nvidia = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return nvidia or _output(["cat", "/sys/module/amdgpu/version"])
 
 
 def commit() -> str:
@@ -235,8 +232,8 @@ def command() -> str:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Return a parser with what every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description)
+    """Return a parser with what every benchmark takes, under the first line of a description."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results"
     )
@@ -274,6 +271,40 @@ def parts_to_run(
         longest = took if number == 0 else max(longest, took)
 
 
+def run_parts(
+    result: Result,
+    every: Iterable[Part],
+    run_part: Callable[[Part], Iterable[Row]],
+    figures: Callable[[Sequence[Row]], Figures],
+    parsed: argparse.Namespace,
+    expected_s: float,
+    columns: Sequence[str] = (),
+) -> None:
+    """Run the parts that earlier runs have left, save each, and print these columns and figures."""
+    folder = output_folder(parsed)
+    if not parsed.fresh:
+        resume(result, [folder, RESULTS])
+    for part in parts_to_run(every, result.rows, parsed, expected_s):
+        result.rows += run_part(part)
+        result.save(folder, figures)
+    report(result, result.save(folder, figures), columns)
+
+
+def report(result: Result, path: Path, columns: Sequence[str] = ()) -> None:
+    """Print columns of the rows, the figures, where they were measured, and where they are."""
+    if columns:
+        print(table(result.rows, columns), end="\n\n")
+    figures = [{"figure": name, "value": value} for name, value in result.figures.items()]
+    print(table(figures, ["figure", "value"]))
+    print(f"\n{result.device}, {result.versions}, commit {result.commit}\n{path}")
+
+
+def in_turn(names: Sequence[Part], turn: int) -> list[Part]:
+    """Return the names with another one first in each turn."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def output_folder(parsed: argparse.Namespace) -> Path:
     """Return `--out`; the interpreter's times are kept out of the repository's results."""
     if interpreted() and parsed.out == RESULTS:
@@ -304,10 +335,3 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def figures_table(result: Result, path: Path) -> str:
-    """Return the figures, where they were measured, and where they are, as text."""
-    figures = [{"figure": name, "value": value} for name, value in result.figures.items()]
-    place = f"{result.device}, {result.versions}, commit {result.commit}"
-    return f"{table(figures, ['figure', 'value'])}\n\n{place}\n{path}"

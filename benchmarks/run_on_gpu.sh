@@ -14,7 +14,6 @@
 #   OUT=results benchmarks/run_on_gpu.sh prune         FLA's lists of configs, shorter; needs fla-core
 #   OUT=results benchmarks/run_on_gpu.sh norms         the shipped kernels; Liger and FLA beside them
 #   OUT=results benchmarks/run_on_gpu.sh norms_small   the same on few rows, beside torch.compile
-#   OUT=results benchmarks/run_on_gpu.sh norm_choices  their choices beside all other configs
 #   OUT=results benchmarks/run_on_gpu.sh unmodified    FLA's layers; needs fla-core
 #   OUT=results benchmarks/run_on_gpu.sh cold_libraries   what a user of a library waits for
 #   OUT=results benchmarks/run_on_gpu.sh same_bits    what the policy costs; FLA's layers need fla-core
@@ -41,8 +40,8 @@ root=$PWD
 mode=${1:-checks}
 modes="checks integrations two recorded bench"
 benchmarks="tuning_time argument_size choice_quality first_tuning startup store sweep fused_moe_sweep
-fused_moe_exhaustive prune install_time launch_overhead norms_host norms norms_small norm_choices
-unmodified cold_libraries same_bits proofs busy_card"
+fused_moe_exhaustive prune install_time launch_overhead norms_host norms norms_small unmodified
+cold_libraries same_bits proofs busy_card"
 case " $(echo $modes $benchmarks) " in
     *" $mode "*) ;;
     *)
@@ -154,7 +153,6 @@ bench() {
     parts startup startup
     parts sweep sweep
     parts store store
-    parts isolation_cost tuning_time --isolation-cost
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader

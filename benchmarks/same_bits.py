@@ -8,23 +8,22 @@ fastest of these over that of the fastest of all. Both times are from one screen
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import cold_steps
+import fresh_process
 import recording
 from recording import Figures, Row
 
-OWN = ("matmul", "norms")
 LAYERS = ("fla_gla", "fla_kda", "fla_gsa")
-TIMEOUT_S = 200.0
+LIMIT_S = 200.0
 
 #: What the first part is expected to take on an H200 with 16 cores.
 PART_S = 60.0
@@ -52,21 +51,18 @@ def run_part(part: str) -> Iterator[Row]:
     """Tune one part in a fresh process; yield a row for each key."""
     with tempfile.TemporaryDirectory(prefix="same-bits-") as place:
         folder = Path(place)
-        if part in OWN:
-            command = [sys.executable, str(Path(__file__).resolve()), "--steps", part]
-        else:
-            steps = Path(__file__).with_name("cold_steps.py")
-            command = [sys.executable, "-m", "safetune", "run", str(steps), part, str(folder / "r")]
-        env = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
-        env |= {
-            "SAFETUNE_SAME_BITS": "1",
-            "SAFETUNE_CACHE_DIR": str(folder / "store"),
-            "TRITON_CACHE_DIR": str(folder / "triton"),
-        }
+        caches = fresh_process.caches(folder / "triton", folder / "store")
+        variables = {**caches, "SAFETUNE_SAME_BITS": "1"}
         start = time.monotonic()
-        subprocess.run(command, env=env, timeout=TIMEOUT_S, check=True)
-        took = time.monotonic() - start
-        yield {"part": part, "kind": "process", "seconds": took}
+        if part in OWN:
+            fresh_process.run(OWN[part], variables=variables, limit_s=LIMIT_S)
+        else:
+            command = [sys.executable, "-m", "safetune", "run", cold_steps.__file__, part]
+            env = fresh_process.environment(variables)
+            status, output = fresh_process.output_of([*command, str(folder / "r")], env, LIMIT_S)
+            if status != 0:
+                raise SystemExit(f"{part} ended with {status}:\n{output}")
+        yield {"part": part, "kind": "process", "seconds": time.monotonic() - start}
         for row in key_rows(folder / "store"):
             yield {"part": part, "kind": "key", **row}
 
@@ -101,7 +97,7 @@ def key_rows(store: Path) -> Iterator[Row]:
         opened.close()
 
 
-def matmul() -> None:
+def matmul() -> dict[str, Any]:
     """Launch the matrix products, long and short."""
     import choice_problems
     import short_problems
@@ -111,9 +107,10 @@ def matmul() -> None:
         if "matmul" in problem.kernel.fn.__name__:
             work = problem.prepare("cpu" if recording.interpreted() else "cuda")
             work.launch(tuners.tuned("safetune", problem.kernel, problem.configs, problem.key))
+    return {}
 
 
-def norms() -> None:
+def norms() -> dict[str, Any]:
     """Launch both norms, with gradients."""
     import torch
 
@@ -126,25 +123,17 @@ def norms() -> None:
         layer = norm(width, device=device, dtype=torch.bfloat16)
         x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
         layer(x).sum().backward()
+    return {}
+
+
+OWN = {"matmul": matmul, "norms": norms}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the parts that are still missing, print and record; or one of their processes."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--steps", choices=OWN, help=argparse.SUPPRESS)
-    parsed = parser.parse_args(argv)
-    if parsed.steps:
-        {"matmul": matmul, "norms": norms}[parsed.steps]()
-        return
-    recording.require_device()
-    folder = recording.output_folder(parsed)
+    """Run the parts that are still missing, print and record."""
+    parsed = recording.part_arguments(__doc__ or "").parse_args(argv)
     result = recording.begin("same_bits")
-    if not parsed.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    for part in recording.parts_to_run((*OWN, *LAYERS), result.rows, parsed, PART_S):
-        result.rows += run_part(part)
-        result.save(folder, figures)
-    print(recording.figures_table(result, result.save(folder, figures)))
+    recording.run_parts(result, (*OWN, *LAYERS), run_part, figures, parsed, PART_S)
 
 
 if __name__ == "__main__":

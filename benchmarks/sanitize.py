@@ -17,7 +17,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import recording
 
 TOOLS = ("memcheck", "racecheck")
@@ -208,21 +208,9 @@ def run_tool(sanitizer: str, tool: str, mode: list[str], limit_s: float) -> tupl
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     shown = shlex.join(["compute-sanitizer", *command[1:5], "python", "benchmarks/sanitize.py"])
     shown = f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {shown} {shlex.join(mode)}"
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-        return shown, f"{done.stdout}\nexit code {done.returncode}"
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout or b""
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return shown, f"{text}\nended after {limit_s:.0f} s"
+    status, output = fresh_process.output_of(command, environment, limit_s)
+    ended = f"ended after {limit_s:.0f} s" if status is None else f"exit code {status}"
+    return shown, f"{output}\n{ended}"
 
 
 def summary_of(output: str) -> list[str]:
@@ -233,7 +221,7 @@ def summary_of(output: str) -> list[str]:
 
 def main() -> None:
     """Compile, run each tool, print and write the summary; exits 1 where one is not clean."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.arguments(__doc__ or "")
     parser.add_argument("--launch", type=float, metavar="SECONDS", help="only launch, for SECONDS")
     parser.add_argument("--launch-fault", action="store_true", help="only store out of bounds")
     parser.add_argument("--budget", type=float, default=120, metavar="SECONDS", help="for it all")

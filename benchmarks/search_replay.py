@@ -8,7 +8,6 @@ of a tuning are not replayed. The settings of the search were made on these keys
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import random
@@ -195,33 +194,29 @@ def run_part(path: Path, name: str, seeds: int, pool: ProcessPoolExecutor) -> li
     return rows
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+def main() -> None:
+    """Search every key of matmul."""
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--trials", type=Path, default=recording.RESULTS, metavar="DIR")
     parser.add_argument("--device", default="NVIDIA_H100_80GB_HBM3", help="a folder in it")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each key; random: always 200")
     parser.add_argument("--workers", type=int, default=1)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Search every key of matmul."""
-    options = parse()
+    options = parser.parse_args()
     path = options.trials / options.device / "search_trials" / MATMUL
     parts = {f"{path.name} {name}": name for name in space(path)[1]}
     versions = {**recording.versions(), "scikit-learn": metadata.version("scikit-learn")}
     result = recording.Result(
         "search_replay", options.device, versions, recording.commit(), recording.command()
     )
-    if not options.fresh:
-        recording.resume(result, [options.out])
     with ProcessPoolExecutor(options.workers) as pool:
-        for part in recording.parts_to_run(parts, result.rows, options, KEY_S / options.workers):
-            result.rows += run_part(path, parts[part], options.seeds, pool)
-            result.save(options.out, figures)
-    path = result.save(options.out, figures)
-    print(recording.figures_table(result, path))
+        recording.run_parts(
+            result,
+            parts,
+            lambda part: run_part(path, parts[part], options.seeds, pool),
+            figures,
+            options,
+            KEY_S / options.workers,
+        )
 
 
 if __name__ == "__main__":

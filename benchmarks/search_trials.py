@@ -9,7 +9,6 @@ cores), a further one takes 13 to 29 s.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
@@ -19,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import device_time
-import grouped_matmul
+import fresh_process
+import matmul
 import recording
-import triton
 import tuners
 from choice_problems import Problem, Work
 
@@ -78,31 +76,25 @@ def measure(problem: Problem, configs: Sequence[Any]) -> dict[str, Any]:
     from safetune.store.lookup import open_lookup
 
     work = problem.prepare(recording.torch_device())
-    scratch = {"scratch": problem.scratch} if problem.scratch else {}
     limits = {"compile_timeout_s": 60.0}
-    tuner = tuners.tuned("safetune", problem.kernel, configs, problem.key, **scratch, **limits)
-    device_time.synchronize()
-    start = time.perf_counter()
-    work.launch(tuner)
-    device_time.synchronize()
-    seconds = time.perf_counter() - start
+    tuner = tuners.tuned("safetune", problem.kernel, configs, problem.key, **limits)
+    tuned = tuners.tune(tuner, lambda: work.launch(tuner))
     if not work.error() < ERROR_LIMIT:
         raise SystemExit(f"{problem.name}: a wrong result: relative error {work.error()}")
-    tuners.failed(tuner)  # ends the program where nothing was tuned
     found = open_lookup(Settings.current()).store.trials_of(tuner.base_fn.__name__)
     # Of one key: the store has those of earlier ones, and the newest is this one's.
     _, trials = max(found, key=lambda of_key: max((t.created for t in of_key[1]), default=0.0))
     outcomes = {trial.config_digest: trial.outcome for trial in trials}
-    ordered = [outcomes[config_digest(config)] for config in configs]
+    digests = [config_digest(config) for config in configs]
+    ordered = [outcomes[digest] for digest in digests]
     times = [None if each.timing is None else each.timing.median_ms for each in ordered]
+    phases = {name: value for name, value in tuned.items() if name.startswith("phase_s_")}
     return {
         "name": problem.name,
         "values": [*problem.shape],
-        "seconds": round(seconds, 2),
-        "phases": {name: round(value, 3) for name, value in tuners.phases(tuner).items()},
-        "choice": [config_digest(config) for config in configs].index(
-            config_digest(tuner.best_config)
-        ),
+        "seconds": round(tuned["seconds"], 2),
+        "phases": {name: round(value, 3) for name, value in phases.items()},
+        "choice": digests.index(config_digest(tuner.best_config)),
         "verdicts": [each.verdict.value for each in ordered],
         "median_ms": [short(time_ms) for time_ms in times],
     }
@@ -117,26 +109,21 @@ def product(m: int) -> Problem:
     """Return the matrix product of a key."""
     return Problem(
         f"M={m}",
-        *(grouped_matmul.grouped_matmul_kernel, tuple(grouped_matmul.KEY)),
-        tuple(grouped_matmul.configs()),
+        *(matmul.grouped_matmul_kernel, tuple(matmul.KEY), tuple(matmul.grouped_configs())),
         *((m, SIZE), (32, 256), _work),
     )
 
 
 def _work(shape: Sequence[int], device: str) -> Work:
     m, size = shape
-    a, b, c = grouped_matmul.operands(m, size, device)
-
-    def grid(meta: dict[str, Any]) -> tuple[int, ...]:
-        return (triton.cdiv(m, meta["BM"]) * triton.cdiv(size, meta["BN"]),)
-
+    a, b, c = matmul.grouped_operands(m, size, device)
     args = (a, b, c, m, size, size, *a.stride(), *b.stride(), *c.stride())
-    return Work(grid, args, {}, c, a.float() @ b.float())
+    return Work(matmul.grid, args, {}, c, a.float() @ b.float())
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+def main() -> None:
+    """Tune the keys that are still missing, while one more fits the budget."""
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument(
         "--work",
         type=Path,
@@ -144,21 +131,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="compile caches, store and finished trials, for the next part",
     )
     parser.add_argument("--configs", type=int, help="at most, for a trial run")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Tune the keys that are still missing, while one more fits the budget."""
-    options, start = parse(), time.monotonic()
+    options, start = parser.parse_args(), time.monotonic()
     recording.require_device()
     folder = recording.output_folder(options)
     if options.fresh:
         shutil.rmtree(options.work, ignore_errors=True)
-    os.environ["TRITON_CACHE_DIR"] = str(options.work / "triton")
-    os.environ["SAFETUNE_CACHE_DIR"] = str(options.work / "store")
-    keys = {problem.name: problem for problem in map(product, grouped_matmul.BATCHES)}
-    configs = grouped_matmul.configs()
-    configs = configs[:: -(-len(configs) // (options.configs or len(configs)))]
+    os.environ |= fresh_process.caches(options.work / "triton", options.work / "store")
+    keys = {problem.name: problem for problem in map(product, matmul.BATCHES)}
+    configs = matmul.grouped_configs(options.configs)
     data = begun(configs, [folder, options.work], options.fresh)
     done = {key["name"] for key in data["keys"]}
     missing = [name for name in keys if name not in done]

@@ -7,15 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def add_kernel(x_pointer, y_pointer, z_pointer, count, BLOCK: tl.constexpr):
-    """Add two vectors."""
-    within = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = within < count
-    x, y = tl.load(x_pointer + within, mask=mask), tl.load(y_pointer + within, mask=mask)
-    tl.store(z_pointer + within, x + y, mask=mask)
-
-
-@triton.jit
 def rms_norm_kernel(x_pointer, weight_pointer, y_pointer, columns, BLOCK: tl.constexpr):
     """Normalize one row per program, in two walks over it."""
     row = tl.program_id(0).to(tl.int64) * columns

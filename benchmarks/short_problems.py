@@ -11,6 +11,7 @@ import short_kernels as kernels
 import torch
 import triton
 from choice_problems import Problem, Work, matmul_work, normal, softmax_work, unwritten
+from startup_kernels import add_kernel
 
 
 def _attention(shape: Sequence[int], device: str) -> Work:
@@ -110,8 +111,8 @@ SHORT = (
     Problem("softmax_16", _softmax, _columns, ROWS, (16, 4096), _tiny, softmax_work),
     Problem("softmax_256", _softmax, _columns, ROWS, (256, 4096), _tiny, softmax_work),
     Problem("rms_norm", _norm, _columns, ROWS, (64, 4096), _tiny, _rms_norm),
-    Problem("add_64k", kernels.add_kernel, ("count",), ELEMENTS, (1 << 16,), (300,), _add),
-    Problem("add_1m", kernels.add_kernel, ("count",), ELEMENTS, (1 << 20,), (300,), _add),
+    Problem("add_64k", add_kernel, ("count",), ELEMENTS, (1 << 16,), (300,), _add),
+    Problem("add_1m", add_kernel, ("count",), ELEMENTS, (1 << 20,), (300,), _add),
     Problem("rope", kernels.rope_kernel, ("heads",), HEADS, (64, 32, 64), (2, 4, 8), _rope),
     Problem(
         "quantize",

@@ -259,7 +259,7 @@ def main() -> int:
         result.rows.append({"store": store, "children": left, "before": before, "after": after})
     found = figures(result.rows)
     if parsed.out != recording.RESULTS or not recording.interpreted():
-        print(recording.figures_table(result, result.save(parsed.out, figures)))
+        recording.report(result, result.save(parsed.out, figures))
     else:
         print("\n".join(f"{name}: {value:g}" for name, value in found.items()))
     wrong = failures(found)

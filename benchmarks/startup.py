@@ -13,16 +13,14 @@ are kept as they end, so that the script can be run again and goes on.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
+import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import device_time
 import fresh_process
 import recording
 import tuners
@@ -51,23 +49,17 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def run_part(part: int, options: argparse.Namespace) -> list[Row]:
+def run_part(part: int, options: argparse.Namespace) -> Iterator[Row]:
     """Measure both tuners once in each state."""
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="startup-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="startup-") as folder:
         for state in STATES[: 1 + options.warm]:
-            for order, tuner in enumerate(TUNERS if part % 2 == 0 else TUNERS[::-1]):
-                compile_cache = folder / f"triton-{tuner}"
-                assert compile_cache.exists() == (state == "warm")
-                store = folder / f"store-{tuner}-{state}"
-                caches = {"TRITON_CACHE_DIR": compile_cache, "SAFETUNE_CACHE_DIR": store}
-                task = ["--tunings", str(options.tunings), "--task", tuner]
-                report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
-                row = {"part": part, "order": order, "state": state, "tuner": tuner, **report}
-                print(f"part {part}: {tuner} {state}: {row['seconds']:.2f} s", flush=True)
-                rows.append(row)
-    return rows
+            for order, tuner in enumerate(recording.in_turn(TUNERS, part)):
+                variables = tuners.caches(Path(folder), tuner, state)
+                report = fresh_process.run(
+                    start_up, tuner, options.tunings, variables=variables, limit_s=PROCESS_TIMEOUT_S
+                )
+                print(f"part {part}: {tuner} {state}: {report['seconds']:.2f} s", flush=True)
+                yield {"part": part, "order": order, "state": state, "tuner": tuner, **report}
 
 
 def start_up(tuner_name: str, most: int) -> dict[str, Any]:
@@ -86,57 +78,39 @@ def start_up(tuner_name: str, most: int) -> dict[str, Any]:
     # By shape and not by kernel, as layers of a model follow each other.
     shapes = len(columns)
     work = [pair for shape in range(shapes) for pair in work[shape::shapes]][:most]
-    device_time.synchronize()
-    failed, moments = 0, [time.perf_counter()]
-    for tuner, call in work:
-        call.launch(tuner)
-        device_time.synchronize()
-        moments.append(time.perf_counter())
-        failed += tuners.failed(tuner)
-    each = [after - before for before, after in itertools.pairwise(moments)]
+    began = time.perf_counter()
+    found = [tuners.tune(tuner, functools.partial(call.launch, tuner)) for tuner, call in work]
+    seconds = time.perf_counter() - began
+    each = [row["seconds"] for row in found]
     for tuner, call in work:
         if not torch.allclose(call.output, call.expected(), rtol=1e-3, atol=1e-3):
             raise SystemExit(f"{tuner_name} gave a wrong result of {tuner.base_fn.__name__}")
     return {
         "tunings": len(work),
-        "seconds": moments[-1] - moments[0],
+        "seconds": seconds,
         "first_s": each[0],
         "median_s": statistics.median(each),
         "longest_s": max(each),
-        "failed": failed,
+        "failed": sum(row["failed"] for row in found),
     }
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+def main() -> None:
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--alternations", type=int, default=3, help="in all, earlier runs included")
     parser.add_argument("--warm", action="store_true", help="measure with warm compile caches, too")
     parser.add_argument("--tunings", type=int, default=60, help="fewer, for a trial run")
-    parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Run the task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        options.report.write_text(json.dumps(start_up(options.task, options.tunings)))
-        return
-    recording.require_device()
-    folder = recording.output_folder(options)
-    result = recording.begin("startup")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    for part in recording.parts_to_run(range(options.alternations), result.rows, options, PART_S):
-        result.rows += run_part(part, options)
-        result.save(folder, figures)
-    path = result.save(folder, figures)
-    timed = ["seconds", "first_s", "median_s", "longest_s", "process_s"]
-    print(recording.table(result.rows, ["part", "state", "tuner", "tunings", *timed, "failed"]))
-    print()
-    print(recording.figures_table(result, path))
+    options = parser.parse_args()
+    recording.run_parts(
+        recording.begin("startup"),
+        range(options.alternations),
+        lambda part: run_part(part, options),
+        figures,
+        options,
+        PART_S,
+        ["part", "state", "tuner", "tunings", "seconds", "first_s", "median_s", "longest_s"],
+    )
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ that may tune.
 `local`: one database with few and with 100,000 choices: opening it and finding a choice, finding
 one when it is open, finding one in memory, and writing one. `writers`: 64 processes at once that
 write 20 rows each.
-
-Only `first launch` needs a GPU: with TRITON_INTERPRET=1 the others measure the machine alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -60,22 +56,22 @@ def figures(rows: Sequence[Row]) -> Figures:
 def first_launches(part: str, options: argparse.Namespace) -> Iterator[Row]:
     """Launch in fresh processes, in turns."""
     with tempfile.TemporaryDirectory(prefix="store-") as name:
-        folder = Path(name)
-        caches = {"TRITON_CACHE_DIR": folder / "triton", "SAFETUNE_CACHE_DIR": folder / "store"}
+        caches = fresh_process.caches(Path(name) / "triton", Path(name) / "store")
         # Compiling our own modules again in each process is nothing that a user sees.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
         def launch(kind: str, block: int) -> dict[str, Any]:
-            task = ["--task", kind, "--block", str(block)]
             mode = {"SAFETUNE_MODE": "frozen"} if kind == "frozen" else {}
-            variables = {**caches, **mode}
-            return fresh_process.run(__file__, task, variables, folder, PROCESS_TIMEOUT_S)
+            variables = caches | mode
+            return fresh_process.run(
+                first_launch, kind, block, variables=variables, limit_s=PROCESS_TIMEOUT_S
+            )
 
         block = launch("safetune", 0)["block"]  # tunes
         for kind in () if recording.interpreted() else KINDS:
             launch(kind, block)  # fills the compile cache and the page cache
         for number in range(options.launches):
-            for order, kind in enumerate(KINDS if number % 2 == 0 else KINDS[::-1]):
+            for order, kind in enumerate(recording.in_turn(KINDS, number)):
                 report = launch(kind, block)
                 assert report["block"] == block
                 row = {"part": part, "what": "first_launch", "kind": kind, "order": order}
@@ -105,11 +101,8 @@ def first_launch(kind: str, block: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     if not torch.equal(y, x + 1):
         raise SystemExit(f"{kind} gave a wrong result")
-    return {"ms": seconds * 1e3, "block": block if kind == "jit" else _chosen(kernel)}
-
-
-def _chosen(kernel: Any) -> int:
-    return int(kernel.best_config.kwargs["BLOCK"])
+    chosen = block if kind == "jit" else kernel.best_config.kwargs["BLOCK"]
+    return {"ms": seconds * 1e3, "block": chosen}
 
 
 def local(part: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -237,42 +230,23 @@ Part = Callable[[str, argparse.Namespace], Iterator[Row]]
 PARTS: dict[str, Part] = {"first launch": first_launches, "local": local, "writers": writers}
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+def main() -> None:
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--launches", type=int, default=15, help="fresh processes of each kind")
     parser.add_argument("--repetitions", type=int, default=50, help="of each lookup and write")
     parser.add_argument("--rounds", type=int, default=3, help="of all writers at once")
     parser.add_argument("--most-processes", type=int, default=1000, help="that do it at once")
     parser.add_argument("--most", type=int, default=COUNTS[-1], help="choices in a database")
-    parser.add_argument("--task", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--block", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Run the task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        options.report.write_text(json.dumps(first_launch(options.task, options.block)))
-        return
-    recording.require_device()
-    every = dict(PARTS)
-    if recording.interpreted() and options.out == recording.RESULTS:
-        del every["first launch"]  # the others launch nothing, and need no GPU
-    folder = options.out
-    result = recording.begin("store")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    for part in recording.parts_to_run(every, result.rows, options, PART_S):
-        print(part, flush=True)
-        result.rows += every[part](part, options)
-        result.save(folder, figures)
-    path = result.save(folder, figures)
-    for what, rows in itertools.groupby(result.rows, lambda row: row["what"]):
-        print(f"{len(list(rows))} rows of {what}")
-    print(recording.figures_table(result, path))
+    options = parser.parse_args()
+    recording.run_parts(
+        recording.begin("store"),
+        PARTS,
+        lambda part: PARTS[part](part, options),
+        figures,
+        options,
+        PART_S,
+    )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,96 +51,67 @@ def figures(rows: Sequence[Row]) -> Figures:
     return found
 
 
-def run_part(part: int, options: argparse.Namespace) -> list[Row]:
+def run_part(part: int, options: argparse.Namespace) -> Iterator[Row]:
     """Tune both keys once, from empty caches."""
-    with tempfile.TemporaryDirectory(prefix="sweep-") as name:
-        folder = Path(name)
-        caches = {"TRITON_CACHE_DIR": folder / "triton", "SAFETUNE_CACHE_DIR": folder / "store"}
-        size = ["--size", str(options.size), "--configs", str(options.configs)]
+    with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         report = fresh_process.run(
-            __file__, [*size, "--task", "sweep"], caches, folder, PROCESS_TIMEOUT_S
+            sweep,
+            *(options.size, options.configs),
+            variables=tuners.caches(Path(folder), "safetune", "cold"),
+            limit_s=PROCESS_TIMEOUT_S,
         )
-    rows = [{"part": part, **row} for row in report["rows"]]
-    for row in rows:
+    for row in report["rows"]:
         print(f"part {part}: {row['key']} key: {row['seconds']:.2f} s", flush=True)
-    return rows
+        yield {"part": part, **row}
 
 
-def sweep(options: argparse.Namespace) -> dict[str, Any]:
+def sweep(size: int, configs: int) -> dict[str, Any]:
     """In a fresh process: tune both keys, and say how long that took."""
-    import grouped_matmul
+    import matmul
 
-    device, every = recording.torch_device(), grouped_matmul.configs(options.configs)
-    kernel = grouped_matmul.grouped_matmul_kernel
-    tuner = tuners.tuned("safetune", kernel, every, grouped_matmul.KEY)
+    device, every = recording.torch_device(), matmul.grouped_configs(configs)
+    tuner = tuners.tuned("safetune", matmul.grouped_matmul_kernel, every, matmul.KEY)
     rows = []
     for key, m in KEYS.items():
-        operands = grouped_matmul.operands(min(m, options.size), options.size, device)
-        device_time.synchronize()
-        start = time.perf_counter()
-        grouped_matmul.launch(tuner, *operands)
-        device_time.synchronize()
-        row = {"key": key, "seconds": time.perf_counter() - start, "configs": len(every)}
-        a, b, c = operands
-        error = float((c.float() - a.float() @ b.float()).norm() / c.float().norm())
+        operands = matmul.grouped_operands(min(m, size), size, device)
+        found = tuners.tune(tuner, functools.partial(matmul.launch, tuner, *operands))
+        error = matmul.relative_error(*operands)
         if not error < ERROR_LIMIT:
             raise SystemExit(f"a wrong product: relative error {error}")
-        row |= {"failed": tuners.failed(tuner), "config": str(tuner.best_config)}
-        rows.append({**row, **tuners.phases(tuner), "regret": _regret(tuner, operands)})
+        row = {"key": key, **found, "configs": len(every)}
+        rows.append({**row, "regret": _regret(tuner, operands)})
     return {"rows": rows}
 
 
 def _regret(tuner: Any, operands: Any) -> float:
     """Return how much slower the choice is than the best of the configs that were fast."""
-    import grouped_matmul
+    import matmul
 
     times = {config: timing[0] for config, timing in tuner.configs_timings.items()}
     fast = sorted(times, key=times.__getitem__)[:RIVALS]
-    rivals = [config for config in fast if math.isfinite(times[config])]
-    rivals = list(dict.fromkeys([tuner.best_config, *rivals]))
-    launches = 1 if recording.interpreted() else ROUND_LAUNCHES
-    samples: dict[Any, list[float]] = {config: [] for config in rivals}
-    for turn in range(2 if recording.interpreted() else ROUNDS):
-        for config in (*rivals[turn % len(rivals) :], *rivals[: turn % len(rivals)]):
-            launch = functools.partial(
-                grouped_matmul.launch,
-                *(grouped_matmul.grouped_matmul_kernel, *operands),
-                **config.all_kwargs(),
-            )
-            samples[config] += device_time.timed(launch, launches)
-    medians = {config: statistics.median(found) for config, found in samples.items()}
-    return float(medians[tuner.best_config] / min(medians.values()) - 1.0)
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--sweeps", type=int, default=2, help="in all, earlier runs included")
-    parser.add_argument("--size", type=int, default=4096, help="N = K, and the most of M")
-    parser.add_argument("--configs", type=int, default=1920, help="fewer, for a trial run")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    rivals = [tuner.best_config, *(config for config in fast if math.isfinite(times[config]))]
+    launch = functools.partial(matmul.launch, matmul.grouped_matmul_kernel, *operands)
+    launches = {str(config): functools.partial(launch, **config.all_kwargs()) for config in rivals}
+    medians = device_time.medians_in_turns(launches, ROUNDS, ROUND_LAUNCHES)
+    return medians[str(tuner.best_config)] / min(medians.values()) - 1.0
 
 
 def main() -> None:
-    """Run the task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        options.report.write_text(json.dumps(sweep(options)))
-        return
-    recording.require_device()
-    folder = recording.output_folder(options)
-    result = recording.begin("sweep")
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
-    for part in recording.parts_to_run(range(options.sweeps), result.rows, options, PART_S):
-        result.rows += run_part(part, options)
-        result.save(folder, figures)
-    path = result.save(folder, figures)
-    print(recording.table(result.rows, ["part", "key", "seconds", "failed", "regret", "config"]))
-    print()
-    print(recording.figures_table(result, path))
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
+    parser.add_argument("--sweeps", type=int, default=2, help="in all, earlier runs included")
+    parser.add_argument("--size", type=int, default=4096, help="N = K, and the most of M")
+    parser.add_argument("--configs", type=int, default=1920, help="fewer, for a trial run")
+    options = parser.parse_args()
+    recording.run_parts(
+        recording.begin("sweep"),
+        range(options.sweeps),
+        lambda part: run_part(part, options),
+        figures,
+        options,
+        PART_S,
+        ["part", "key", "seconds", "failed", "regret", "config"],
+    )
 
 
 if __name__ == "__main__":

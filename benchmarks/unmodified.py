@@ -18,9 +18,7 @@ A run that goes on with an earlier one needs its caches: `--caches DIR`.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import runpy
 import shutil
 import sys
@@ -72,7 +70,7 @@ def shorten(count: int) -> None:
     Autotuner.__init__ = first
 
 
-def first_step(tuner: str, results: Path, configs: int) -> dict[str, Any]:
+def first_step(tuner: str, results: str, configs: int) -> dict[str, Any]:
     """In a fresh process: run the layers; say how long the first and both steps took."""
     if configs:
         shorten(configs)
@@ -81,7 +79,7 @@ def first_step(tuner: str, results: Path, configs: int) -> dict[str, Any]:
         import safetune
 
         installation = safetune.install()
-    sys.argv = [str(STEP), "--save", str(results)]
+    sys.argv = [str(STEP), "--save", results]
     found = runpy.run_path(str(STEP), run_name="__main__")
     report = {name: found[name] for name in ("first_s", "both_s")}
     if installation is None:
@@ -105,20 +103,21 @@ def run_part(part: str, folder: Path, configs: int) -> Iterator[Row]:
         yield _run(part, "triton", "compiled", folder, configs)
         return
     for number in range(ALTERNATIONS):
-        for tuner in TUNERS if number % 2 == 0 else TUNERS[::-1]:
+        for tuner in recording.in_turn(TUNERS, number):
             yield {**_run(part, tuner, "warm", folder, configs), "number": number}
 
 
 def _run(part: str, tuner: str, state: str, folder: Path, configs: int) -> Row:
-    caches = {
-        "TRITON_CACHE_DIR": folder / tuner / "triton",
-        "SAFETUNE_CACHE_DIR": folder / tuner / "store",
-    }
-    if caches["TRITON_CACHE_DIR"].exists() == (state == "cold"):
+    compiled = folder / tuner / "triton"
+    if compiled.exists() == (state == "cold"):
         raise SystemExit(f"{folder} has no caches of {tuner}, or has some: see --caches, --fresh")
     results = folder / f"{tuner}-{state}.pt"
-    task = ["--task", tuner, "--results", str(results), "--configs", str(configs)]
-    report = fresh_process.run(__file__, task, caches, folder, PROCESS_TIMEOUT_S)
+    report = fresh_process.run(
+        first_step,
+        *(tuner, str(results), configs),
+        variables=fresh_process.caches(compiled, folder / tuner / "store"),
+        limit_s=PROCESS_TIMEOUT_S,
+    )
     row = {"part": part, "state": state, "tuner": tuner, **report, "off": _off(results)}
     print(f"{tuner} {state}: {row['first_s']:.2f} s, off by {row['off']:.1e}", flush=True)
     return row
@@ -137,42 +136,27 @@ def _off(results: Path) -> float:
     )
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's settings."""
-    parser = recording.part_arguments(__doc__.split("\n", maxsplit=1)[0])
+def main() -> None:
+    """Run the parts that are still missing, print and record."""
+    parser = recording.part_arguments(__doc__ or "")
     parser.add_argument("--caches", type=Path, help="keep the caches here, for another run")
     parser.add_argument("--stored", action="store_true", help="time the warm runs alone")
-    parser.add_argument("--task", choices=TUNERS, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--configs", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    """Run the task of a measuring process, or the parts that are still missing."""
-    options = parse()
-    if options.task:
-        found = first_step(options.task, options.results, options.configs)
-        options.report.write_text(json.dumps(found))
-        return
-    recording.require_device()
-    folder = recording.output_folder(options)
-    result = recording.begin("unmodified_stored" if options.stored else "unmodified")
-    parts, first_s = (STORED_PARTS, FILL_S) if options.stored else (PARTS, PART_S)
-    configs = CONFIGS if options.stored else 0
-    if not options.fresh:
-        recording.resume(result, [folder, recording.RESULTS])
+    options = parser.parse_args()
+    bench, parts, first_s, configs = (
+        ("unmodified_stored", STORED_PARTS, FILL_S, CONFIGS)
+        if options.stored
+        else ("unmodified", PARTS, PART_S, 0)
+    )
     with tempfile.TemporaryDirectory(prefix="unmodified-") as name:
-        for part in recording.parts_to_run(parts, result.rows, options, first_s):
-            for row in run_part(part, options.caches or Path(name), configs):
-                result.rows.append(row)
-                result.save(folder, figures)
-    path = result.save(folder, figures)
-    columns = ["tuner", "state", "first_s", "both_s", "process_s", "off", "tunings", "launches"]
-    print(recording.table(result.rows, columns))
-    print()
-    print(recording.figures_table(result, path))
+        recording.run_parts(
+            recording.begin(bench),
+            parts,
+            lambda part: run_part(part, options.caches or Path(name), configs),
+            figures,
+            options,
+            first_s,
+            ["tuner", "state", "first_s", "both_s", "process_s", "off", "tunings", "launches"],
+        )
 
 
 if __name__ == "__main__":

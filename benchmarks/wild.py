@@ -12,10 +12,7 @@ that do not fit are left out, and a row says so.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import recording
 from recording import Figures, Row
 
@@ -110,15 +108,10 @@ def run(tuner: str, folder: Path, layers: Sequence[str]) -> Iterator[Row]:
     deadline = time.monotonic() + LIMIT_S
     started = {layer: _start(tuner, folder, layer) for layer in layers}
     for layer, process in started.items():
-        try:
-            status = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        status = fresh_process.end_of(process, deadline - time.monotonic())
+        if status is None:
             yield {"kind": "process", "tuner": tuner, "seconds": {}, "left": [layer], "failed": {}}
             continue
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         if status != 0:
             raise SystemExit(f"{layer} under {tuner} ended with {status}")
         report = json.loads(_report(folder, tuner, layer).read_text())
@@ -131,8 +124,7 @@ def _start(tuner: str, folder: Path, layer: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(LAYERS), "--first-config", *options]
     if tuner == "safetune":
         command = [sys.executable, "-m", "safetune", "run", str(LAYERS), *options]
-    env = {name: v for name, v in os.environ.items() if not name.startswith("SAFETUNE_")}
-    env |= {"TRITON_CACHE_DIR": str(folder / tuner), "SAFETUNE_CACHE_DIR": str(folder / "store")}
+    env = fresh_process.environment(fresh_process.caches(folder / tuner, folder / "store"))
     return subprocess.Popen(command, env=env, start_new_session=True)
 
 
@@ -142,7 +134,7 @@ def _report(folder: Path, tuner: str, layer: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run both processes, and write the result."""
-    parser = recording.arguments(__doc__.split("\n", maxsplit=1)[0])
+    parser = recording.arguments(__doc__ or "")
     parser.add_argument("layers", nargs="*", default=LAYER_NAMES)
     parsed: argparse.Namespace = parser.parse_args(argv)
     result = recording.begin("judge_in_the_wild")
@@ -155,8 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = result.save(recording.output_folder(parsed), figures)
     kernels: list[dict[str, Any]] = [row for row in result.rows if row["kind"] == "kernel"]
     print(recording.table(kernels, ["kernel", "tunings", "verdicts", "disputed", "reasons"]))
-    print()
-    print(recording.figures_table(result, path))
+    recording.report(result, path)
     planted = next((row for row in kernels if row["kernel"] == PLANTED), None)
     if planted is None or planted["verdicts"] != {"ok": 3, "wrong_result": 1}:
         raise SystemExit("the planted wrong config was not found")

@@ -117,15 +117,15 @@ def _forward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Work
 @layer_norm_backward_kernel.workload
 def _backward_workload(device: torch.device, dtype: torch.dtype) -> Iterator[Workload]:
     for problem in problems(device, dtype):
-        yield _workload(problem, *backward_of(problem))
+        yield _workload(problem, *_backward_of(problem))
 
 
-def backward_of(problem: Problem, pinned: bool = False) -> tuple[BackwardOutputs, Launch]:
+def _backward_of(problem: Problem) -> tuple[BackwardOutputs, Launch]:
     """Return the outputs and the launch of the backward kernel for a problem, on new operands."""
     x = problem.matrix()
     weight, bias = problem.parameters()
     return backward_launch(
-        backward_plan(x, weight, bias, problem.groups, pinned),
+        backward_plan(x, weight, bias, problem.groups),
         problem.matrix(),
         x,
         weight,

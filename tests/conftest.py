@@ -208,8 +208,8 @@ def fresh_process(cache_dir: Path) -> FreshProcess:
     to it, and a value of None takes a name out. The working directory is `cwd`, or one that holds
     nothing. Code finds the safetune that this process would import.
 
-    A process that outlives `timeout_s` fails the test, with what it printed; it and everything it
-    started in its session are killed.
+    A process that outlives `timeout_s`, or ends otherwise than with `ends` (None: any), fails the
+    test, with what it printed; everything it started in its session is killed.
 
     `warm` is for a program that would import torch and Triton first anyway, and of which the test
     does not ask how they are imported: it is forked off a process that has them already.
@@ -222,6 +222,7 @@ def fresh_process(cache_dir: Path) -> FreshProcess:
         cwd: Path | None = None,
         timeout_s: float = FRESH_PROCESS_TIMEOUT_S,
         warm: bool = False,
+        ends: int | None = 0,
     ) -> subprocess.CompletedProcess[str]:
         what = [str(code_or_script)] if isinstance(code_or_script, Path) else ["-c", code_or_script]
         if cwd is None:
@@ -229,7 +230,9 @@ def fresh_process(cache_dir: Path) -> FreshProcess:
             cwd.mkdir(exist_ok=True)
         program = [*what, *map(str, args)]
         start = _start_warm if warm and NO_GPU_REASON else _start_fresh
-        return _run(start, program, _environment(env), cwd, timeout_s)
+        done = _run(start, program, _environment(env), cwd, timeout_s)
+        assert ends in (None, done.returncode), f"{done.stdout}\n{done.stderr}"
+        return done
 
     return run
 

@@ -128,7 +128,7 @@ class TestBlocks:
         if page.name not in WARNS:  # on the line of the page's title
             script.write_text(f"{ERRORS}{script.read_text(encoding='utf-8')}", encoding="utf-8")
 
-        result = fresh_process(script, env=INTERPRETER, warm=True)
+        result = fresh_process(script, env=INTERPRETER, warm=True, ends=None)
 
         assert result.returncode == 0, f"lines are those of {page.name}\n{result.stderr}"
 

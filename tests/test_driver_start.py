@@ -118,7 +118,6 @@ def test_import_decoration_install_resolve_and_all_modes_leave_it_to_the_program
 
     done = fresh_process(program, env={**stub.environment, "TRITON_INTERPRET": interpret})
 
-    assert done.returncode == 0, done.stderr
     *steps, before, after = (line.split() for line in done.stdout.splitlines())
     pid = before[0]
     assert (before[1], after[1]) == ("True", "False")

@@ -48,7 +48,6 @@ print(json.dumps(seen))
 def observe(fresh_process: FreshProcess, watched: str, prepare: str = "") -> dict[str, Any]:
     """Run `watched` in a fresh process and return what it did."""
     done = fresh_process(OBSERVE, prepare, watched)
-    assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
@@ -96,7 +95,6 @@ def test_import_sets_no_triton_allocator(fresh_process: FreshProcess, watched: s
         "print(*names)\n",
         watched,
     )
-    assert done.returncode == 0, done.stderr
     assert "_allocator" in done.stdout.split()
 
 
@@ -125,23 +123,10 @@ def test_autotune_is_the_same_decorator() -> None:
 
 def test_the_package_is_not_shadowed_by_its_decorator(fresh_process: FreshProcess) -> None:
     """`from safetune import safetune` gives the decorator and leaves the package importable."""
-    done = fresh_process(
+    fresh_process(
         "from safetune import safetune\n"
         "import safetune.errors\n"
         "import safetune as package\n"
         "assert callable(package.safetune)\n"
         "assert package.errors.SafetuneError\n"
     )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_store_needs_neither_torch_nor_triton(fresh_process: FreshProcess) -> None:
-    """What test_layering reads off the sources, seen in a process: all of it, transitively."""
-    code = (
-        "import importlib, pkgutil, safetune.store as store\n"
-        "for found in pkgutil.iter_modules(store.__path__, 'safetune.store.'):\n"
-        "    importlib.import_module(found.name)\n"
-    )
-    modules = set(observe(fresh_process, code)["modules"])
-    assert "safetune.store.records" in modules
-    assert not modules & {"torch", "triton"}

@@ -53,7 +53,7 @@ def program(tmp_path: Path, fresh_process: FreshProcess, monkeypatch: pytest.Mon
     def run(*words: str, **env: str) -> Any:
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        return fresh_process(script, *words, warm=True)
+        return fresh_process(script, *words, warm=True, ends=None)
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,6 @@ def test_tests_have_the_folders_of_the_product() -> None:
     product |= {Path("kernels"), Path("gpu"), Path("faults"), Path("fuzz")}
     folders = {path.parent.relative_to(HERE) for path in HERE.glob("**/test_*.py")}
     assert folders <= product, sorted(map(str, folders - product))
-
-
-def test_the_name_of_a_test_says_what_must_hold_without_the_line_above() -> None:
-    """A log of failures shows names only: "nor", "and" and "but" go on from something."""
-    found = re.compile(r"^ *def (test_(?:nor|and|but|or|than)_\w+)", re.MULTILINE)
-    names = {
-        f"{path.relative_to(HERE)}: {name}"
-        for path in HERE.glob("**/test_*.py")
-        for name in found.findall(path.read_text(encoding="utf-8"))
-    }
-    assert not names, sorted(names)
 
 
 def test_what_the_quick_suite_leaves_out_is_marked_full() -> None:

@@ -42,7 +42,6 @@ def test_a_program_sees_what_it_would_see_in_a_fresh_interpreter(
     fresh, warm = (fresh_process(program, "--x", 1, env=env, warm=warm) for warm in (False, True))
     assert warm.stdout == fresh.stdout
     assert warm.stderr == fresh.stderr == "to stderr\n"
-    assert warm.returncode == fresh.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_program_sees_what_it_would_see_in_a_fresh_interpreter(
 def test_a_program_ends_as_it_would_in_a_fresh_interpreter(
     fresh_process: FreshProcess, code: str
 ) -> None:
-    fresh, warm = (fresh_process(code, warm=warm) for warm in (False, True))
+    fresh, warm = (fresh_process(code, warm=warm, ends=None) for warm in (False, True))
     assert (warm.returncode, warm.stdout) == (fresh.returncode, fresh.stdout)
     assert warm.stderr == fresh.stderr
 
@@ -78,3 +77,12 @@ def test_a_program_that_does_not_end_is_killed_and_the_next_one_runs(
     with pytest.raises(pytest.fail.Exception, match=r"did not end within 0\.1 s"):
         fresh_process("import threading; threading.Event().wait()", warm=True, timeout_s=0.1)
     assert fresh_process("print('here')", warm=True).stdout == "here\n"
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_program_that_ends_otherwise_than_it_should_fails_its_test(
+    fresh_process: FreshProcess, warm: bool
+) -> None:
+    fresh_process("raise SystemExit(3)", warm=warm, ends=3)
+    with pytest.raises(AssertionError, match="on purpose"):
+        fresh_process("raise SystemExit('on purpose')", warm=warm)

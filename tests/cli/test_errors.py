@@ -432,9 +432,9 @@ def test_no_gpu_and_the_interpreter_forbidden(
     file.write_text(GOOD)
     command = f"from safetune.cli import main; main(['tune', {str(file)!r}, '--json'])"
 
-    result = fresh_process(command, env={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""})
+    env = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    result = fresh_process(command, env=env, ends=2)
 
-    assert result.returncode == 2
     assert json.loads(result.stdout)["error"]["type"] == "NoDevice"
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: Triton finds no GPU (")

@@ -95,8 +95,7 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
 
 
 def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: Path) -> None:
-    done = fresh_process(targets / "recorded.py", env={"SAFETUNE_MODE": "record"}, warm=True)
-    assert done.returncode == 0, done.stderr
+    fresh_process(targets / "recorded.py", env={"SAFETUNE_MODE": "record"}, warm=True)
 
     result = safetune("tune", "--recorded", "--json")
     without = json.loads(result.stdout)
@@ -127,8 +126,7 @@ def test_a_folder_of_the_working_directory_hides_no_library(
     (library / "library.py").write_text(f"{looks}\n{text}")
     (directory / "accelerator/__init__.py").write_text("import no_such_module")
     env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
-    done = fresh_process("import library; library.call_all()", env=env, cwd=library, warm=True)
-    assert done.returncode == 0, done.stderr
+    fresh_process("import library; library.call_all()", env=env, cwd=library, warm=True)
     monkeypatch.setenv("PYTHONPATH", str(library))
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -250,8 +248,7 @@ def test_a_recorded_call_that_cannot_be_tuned_leaves_out_only_itself(
         text = text.replace(old, new, 1)
     file.write_text(text)
     env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
-    done = fresh_process("import edited; edited.call_all()", env=env, cwd=tmp_path, warm=True)
-    assert done.returncode == 0, done.stderr
+    fresh_process("import edited; edited.call_all()", env=env, cwd=tmp_path, warm=True)
     for old, new in after.items():
         assert old in text
         text = text.replace(old, new, 1)
@@ -283,7 +280,6 @@ def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
 
     done = fresh_process(example, timeout_s=600.0)
 
-    assert done.returncode == 0, done.stderr
     rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
     headings = [row.split()[-1] for row in rows if row.startswith("kernel keys")]
     assert headings == ["nothing", "pack"]
@@ -356,8 +352,7 @@ def test_named_tuples_and_functions_come_back_in_another_process(
     file = tmp_path / "with_classes.py"
     file.write_text(PROGRAM)
     program = file if as_script else "import with_classes; with_classes.call_all()"
-    done = fresh_process(program, env={"SAFETUNE_MODE": "record"}, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    fresh_process(program, env={"SAFETUNE_MODE": "record"}, cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
 
     result = safetune.json("tune", "--recorded", *([str(file)] if as_script else []))
@@ -416,7 +411,6 @@ def run_under_safetune(fresh_process: FreshProcess, tmp_path: Path) -> Any:
     def start(mode: str, *options: str) -> str:
         words = ("run", *options, "program.py")
         done = fresh_process(run, *words, env={"SAFETUNE_MODE": mode}, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
         return done.stderr
 
     return start

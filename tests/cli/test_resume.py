@@ -105,5 +105,4 @@ except StoreError as error:
         path.chmod(0o555 if path.is_dir() else 0o444)
     done = fresh_process(program, env={"SAFETUNE_CACHE_DIR": str(folder)})
     folder.chmod(0o755)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"cannot write to the store {folder}/safetune.db: ")

@@ -388,7 +388,6 @@ def test_the_shipped_kernels_without_a_gpu(cache_dir: Path, fresh_process: Fresh
     first, second = (fresh_process(command, env=env) for _ in range(2))
 
     for result, measured in ((first, expected), (second, dict.fromkeys(expected, 0))):
-        assert result.returncode == 0, result.stderr
         assert result.stderr == "No GPU found: running in Triton's interpreter on the CPU.\n"
         data = json.loads(result.stdout)
         per_kernel = dict.fromkeys(expected, 0)

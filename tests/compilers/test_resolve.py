@@ -287,7 +287,6 @@ def compiled_by_transformer_engine(fresh_process: FreshProcess, what: str) -> li
     """What its helper compiles; without the interpreter, as the kernel is for a GPU."""
     script = Path(__file__).with_name("transformer_engine.py")
     done = fresh_process(script, what, env={"TRITON_INTERPRET": None}, warm=True)
-    assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -393,7 +392,7 @@ def test_the_commands_that_a_miss_names_do_what_it_says(
     module = "import runpy; runpy.run_module('missing', run_name='__main__', alter_sys=True)"
     program = script if how == "script" else module
 
-    missed = fresh_process(program, 60, cwd=cwd, warm=True)
+    missed = fresh_process(program, 60, cwd=cwd, warm=True, ends=1)
     commands = re.findall("`safetune (.*?)`", missed.stderr.replace("\n", " "))
     assert len(commands) == 2, missed.stderr
     for command in commands:

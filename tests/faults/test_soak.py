@@ -10,10 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_short_soak_leaves_nothing(fresh_process: Any, tmp_path: Path) -> None:
-    done = fresh_process(
-        ROOT / "benchmarks/soak.py", "--tunings", 9, "--out", tmp_path, timeout_s=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    fresh_process(ROOT / "benchmarks/soak.py", "--tunings", 9, "--out", tmp_path, timeout_s=240)
     (path,) = tmp_path.glob("*/soak.json")
     figures = json.loads(path.read_text())["figures"]
     assert figures["tunings"] == 9

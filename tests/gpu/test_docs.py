@@ -28,7 +28,7 @@ def written(import_file: Any, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/cuda_graphs.md", "docs/torch_compile.md"])
 def test_python(page: str, written: Any, fresh_process: Any) -> None:
-    done = fresh_process(written(page))
+    done = fresh_process(written(page), ends=None)
     assert done.returncode == 0, f"lines are those of {page}\n{done.stderr}"
 
 
@@ -47,6 +47,6 @@ def test_jax(written: Any, fresh_process: Any) -> None:
     assert any("triton_call(" in line for line in lines)
     script.write_text("\n".join(lines) + "\n")
 
-    done = fresh_process(script, env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    done = fresh_process(script, env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, ends=None)
 
     assert done.returncode == 0, f"lines are those of docs/jax.md\n{done.stderr}"

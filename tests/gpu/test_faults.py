@@ -58,7 +58,6 @@ def next_tuning_works(
 def test_triton_autotune_is_poisoned_by_an_illegal_store(fresh_process: Any, scripts: Path) -> None:
     """What safetune is there for: the same configs under `triton.autotune`, in its own process."""
     result = fresh_process(scripts / "poisoned_by_autotune.py", FAR)
-    assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
     assert "illegal memory access" in report["raised"]
     assert len(report["later"]) == 4

@@ -16,6 +16,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 import safetune
+from tests.binding import tell_binding
 
 pytestmark = pytest.mark.gpu
 
@@ -39,18 +40,10 @@ class Strided:
         self.tuner = safetune.safetune(configs=configs, key=["n"])(self.jit)
         self.tuner._miss = self._choose  # nothing is to be measured here
         self.by_triton = 0
-        create_binder = self.jit.device_caches.default_factory
+        tell_binding(self.jit, self._bound)
 
-        def counting() -> Any:
-            *rest, binder = create_binder()
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                self.by_triton += 1
-                return binder(*args, **kwargs)
-
-            return *rest, counted
-
-        self.jit.device_caches.default_factory = counting
+    def _bound(self) -> None:
+        self.by_triton += 1
 
     def _choose(self, key: Any, *_: Any) -> triton.Config:
         return self.tuner.states.of(key).set_choice(self.tuner.configs[len(self.tuner.cache) % 2])

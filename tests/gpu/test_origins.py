@@ -17,7 +17,6 @@ def test_a_script_without_a_main_guard(
     """Its body runs once: no child runs it again."""
     journal = tmp_path / "journal"
     result = fresh_process(scripts / "without_main_guard.py", journal)
-    assert result.returncode == 0, result.stderr
     assert "is not tuned" not in result.stderr
     assert result.stdout.splitlines()[-1] == "right"
     assert journal.read_text().splitlines() == ["the body ran"]

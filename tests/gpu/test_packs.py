@@ -48,7 +48,7 @@ def test_recorded_tuned_exported_and_frozen(
     script.write_text(SCRIPT)
 
     def run(what: Any, *args: object, **env: str) -> str:
-        done = fresh_process(what, *args, env=env)
+        done = fresh_process(what, *args, env=env, ends=None)
         assert done.returncode == 0, f"{what} {args} {env}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

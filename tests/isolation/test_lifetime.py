@@ -334,7 +334,6 @@ def call(n):
 
         result = fresh_process(self.WARM, path, 100, 50, warm=True)
 
-        assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout) == {
             "right": [True, True],
             "chosen": chosen,

@@ -427,7 +427,7 @@ def test_bad_arguments_are_named(call: Any, message: str) -> None:
 
 def test_a_tensor_on_the_cpu_is_named_where_kernels_are_compiled(fresh_process: Any) -> None:
     code = "import torch, safetune.kernels as k; k.layer_norm(torch.ones(2, 6), None, None)"
-    done = fresh_process(code, env={"TRITON_INTERPRET": None}, warm=True)
+    done = fresh_process(code, env={"TRITON_INTERPRET": None}, warm=True, ends=1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("safetune.errors.InvalidOperand: x is on the CPU; move it to a GPU")
 

@@ -211,6 +211,5 @@ def test_compiler_and_interpreter_agree(fresh_process: FreshProcess) -> None:
         env={"TRITON_INTERPRET": None},
         warm=True,
     )
-    assert done.returncode == 0, done.stderr
     here = {name: kernel.tuner.identity.digest for name, kernel in shipped_kernels().items()}
     assert json.loads(done.stdout) == here

@@ -201,16 +201,6 @@ def test_unknown_names_are_an_error_with_the_nearest_names(
         )
 
 
-def test_unknown_names_of_a_tuner_of_tritons_are_a_warning(kernel: Any) -> None:
-    """Triton 3.6 ignores them, and the user may not be able to change the library's text."""
-    with lenient():
-        (message,) = messages(kernel, ["D", "t"])
-    assert message.startswith(
-        "safetune: key of kernel has 't' (did you mean 'T'?), which is not one of x,"
-    )
-    assert message.endswith("; ignored")
-
-
 def test_an_unknown_name_in_prune_configs_by_is_an_error(kernel: Any) -> None:
     """Its function would never be called."""
     with pytest.raises(InvalidSetting) as caught:

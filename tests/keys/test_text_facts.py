@@ -79,7 +79,6 @@ def classes(
         folder = notes if notes.startswith("~") else str(tmp_path / notes)
         monkeypatch.setenv("TRITON_CACHE_DIR", folder)
         done = fresh_process(script, json.dumps(options), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from safetune import safetune
 from safetune.launch import fast_path_codegen
 from tests.backends import FakeBackend, launching_on
+from tests.binding import tell_binding
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -174,18 +175,10 @@ class Tuned:
         return self.tuner.states.of(key).set_choice(next(self._turn))
 
     def watch(self) -> None:
-        create_binder = self.jit.device_caches.default_factory
+        tell_binding(self.jit, self._bound)
 
-        def counting() -> Any:
-            *rest, binder = create_binder()
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                self.by_triton += 1
-                return binder(*args, **kwargs)
-
-            return *rest, counted
-
-        self.jit.device_caches.default_factory = counting
+    def _bound(self) -> None:
+        self.by_triton += 1
 
 
 @pytest.fixture

@@ -99,6 +99,5 @@ def test_a_line_for_each_kernel_where_warnings_are_errors(
     script = tmp_path / "launch.py"
     script.write_text(SCRIPT)
     done = fresh_process(script, kinds, *more, warm=True)
-    assert done.returncode == 0, done.stderr
     progress = re.compile("safetune: (tuning copy_kernel|copy_kernel tuned for) ")
     assert [line for line in done.stderr.splitlines() if not progress.match(line)] == lines

@@ -55,6 +55,10 @@ def given(
     return make
 
 
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this must not be called")
+
+
 class TestError:
     @pytest.mark.parametrize("mode", MODES)
     def test_nothing_is_launched_tuned_or_chosen(
@@ -114,11 +118,8 @@ class TestError:
         assert made() == chosen
 
     def test_an_inline_kernel_is_not_tuned_here_either(self, given: Any) -> None:
-        def bench(*_: Any, **__: Any) -> Any:
-            raise AssertionError("this must not be called")
-
         with pytest.raises(MissError):
-            given("error", isolation="inline", do_bench=bench)()
+            given("error", isolation="inline", do_bench=never)()
 
     def test_resolve_and_prepare(self, given: Any) -> None:
         made = given("error")
@@ -155,10 +156,7 @@ class TestFallback:
         assert made(101) == 32
 
     def test_an_inline_kernel_is_not_tuned(self, given: Any) -> None:
-        def bench(*_: Any, **__: Any) -> Any:
-            raise AssertionError("this must not be called")
-
-        assert given("fallback", isolation="inline", do_bench=bench)() == 16
+        assert given("fallback", isolation="inline", do_bench=never)() == 16
 
 
 class TestWarn:

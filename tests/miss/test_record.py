@@ -389,8 +389,7 @@ class TestCounts:
     ) -> None:
         script = tmp_path / "program.py"
         script.write_text(PROGRAM)
-        done = fresh_process(script, warm=True)
-        assert done.returncode == 0, done.stderr
+        fresh_process(script, warm=True)
         (call,) = recorded()
         assert call.count.calls == 3 + 2
 

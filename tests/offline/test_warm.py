@@ -40,7 +40,6 @@ def card(fresh_process: FreshProcess, compiled: dict[str, str | None]) -> Any:
     def run(*words: str, **env: str) -> Any:
         env = {**compiled, "PYTHONWARNINGS": "ignore", **env}
         done = fresh_process(PROGRAMS / "card.py", *words, env=env, warm=True)
-        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout) if done.stdout else None
 
     return run
@@ -63,7 +62,6 @@ def warm(fresh_process: FreshProcess, compiled: dict[str, str | None]) -> Any:
     def run(*lines: str) -> Any:
         words = [f"warm {line}" for line in lines]
         done = fresh_process(COMMANDS, *words, env=compiled, cwd=PROGRAMS, warm=True)
-        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     return run

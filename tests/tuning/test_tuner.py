@@ -436,17 +436,12 @@ class TestAnotherList:
         assert again.launch() == 16
         assert again.tried() == []
 
-    def test_a_config_that_was_not_chosen_is_taken_away(self, make: Make) -> None:
+    @pytest.mark.parametrize(("gone", "choice"), [(128, 16), (16, 32)])
+    def test_a_config_is_taken_away(self, make: Make, gone: int, choice: int) -> None:
+        """What is known of the others is enough, also where it was the chosen one."""
         make(EIGHT).launch()
-        seven = make({block: ms for block, ms in EIGHT.items() if block != 128})
-        assert seven.launch() == 16
-        assert seven.tried() == []
-
-    def test_the_chosen_one_is_taken_away(self, make: Make) -> None:
-        """What is known of the others is enough."""
-        make(EIGHT).launch()
-        seven = make({block: ms for block, ms in EIGHT.items() if block != 16})
-        assert seven.launch() == 32
+        seven = make({block: ms for block, ms in EIGHT.items() if block != gone})
+        assert seven.launch() == choice
         assert seven.tried() == []
 
     def test_a_config_that_failed_is_not_tried_again(self, make: Make, rows: Rows) -> None:

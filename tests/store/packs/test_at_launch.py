@@ -265,7 +265,6 @@ def test_a_pack_is_opened_when_the_store_has_no_choice(
 
     def opened() -> list[str]:
         done = fresh_process(script, env=env, warm=True)
-        assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr
         paths: list[str] = json.loads(done.stdout)
         return paths
