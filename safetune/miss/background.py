@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
 
 #: Seconds that the end of the process waits for the running tuning to end its children.
 _LEAVE_S = 10.0
-
-#: CPU time of other threads during a measurement above which the program was running.
-_AT_WORK_NS = 1_000_000
 
 
 class Stopped(BaseException):
@@ -99,19 +95,13 @@ class BackgroundBench(LaunchBench):
         _worker.check()
 
     def measure(self, /, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
-        """Measure as `LaunchBench` does, and mark timings taken beside the program's own work.
-
-        On a GPU, other work during a measurement cannot be detected. In the interpreter, the
-        program was idle if none of its other threads ran.
-        """
+        """Measure as `LaunchBench` does, and mark timings: the program may be at work meanwhile."""
         _worker.check()
-        before = _others_ns()
         try:
             outcome, report = super().measure(*args, **kwargs)
         finally:
             _worker.check()
-        at_rest = self.interpreted and _others_ns() - before < _AT_WORK_NS
-        if outcome.timing is None or at_rest or outcome.marked(Mark.CONTENDED):
+        if outcome.timing is None or outcome.marked(Mark.CONTENDED):
             return outcome, report
         return outcome.with_marks((Mark.CONTENDED.value,)), report
 
@@ -266,11 +256,6 @@ def _tune(job: Job) -> None:
         else:
             job.state.set_choice(result.choice)
         job.report(request, result)
-
-
-def _others_ns() -> int:
-    """Return the CPU time of this process's other threads."""
-    return time.process_time_ns() - time.thread_time_ns()
 
 
 _worker = _Worker()
