@@ -195,30 +195,52 @@ def is_layer(value: Any) -> bool:
     )
 
 
-#: What was found out of an object at its first use, by its id and `of_call`.
-_first_uses: dict[Any, tuple[Any, tuple[Any, list[Any]]]] = {}
+class _ByObject:
+    """Something about each object, found by its identity as long as it lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Callable[[], Any], Any]] = {}
+        #: Those that cannot be referred to weakly; only the last ones are kept.
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    def get(self, owner: Any) -> Any:
+        """Return what was put for an object; None if nothing was."""
+        reference, found = self._known.get(id(owner), (None, None))
+        return found if reference is not None and reference() is owner else None
+
+    def put(self, owner: Any, found: Any) -> None:
+        """Keep something about an object."""
+        reference: Callable[[], Any]
+        try:
+            reference = weakref.ref(owner, functools.partial(self._forget, id(owner)))
+        except TypeError:
+            self._kept[id(owner)] = owner
+            reference = functools.partial(self._kept.get, id(owner))
+            if len(self._kept) > _MOST_KEPT:
+                self._known.pop(self._kept.popitem(last=False)[0], None)
+        self._known[id(owner)] = reference, found
+
+    def _forget(self, number: int, reference: Any) -> None:
+        if number in self._known and self._known[number][0] is reference:
+            del self._known[number]
+
+
+_MOST_KEPT = 256
+
+#: What was found out of an object at its first use, by `of_call`.
+_first_uses = {True: _ByObject(), False: _ByObject()}
 
 
 def _leaf(value: Any, of_call: bool) -> tuple[Any, list[Any]]:
     """Return a function or a class as JSON data, and its contents that have no identity."""
-    first_use = _first_uses.get((id(value), of_call))
-    if first_use is not None and first_use[0]() is value:
-        return first_use[1]
-    graph = Graph(of_call=of_call)
-    kind = "class" if isinstance(value, type) else "function"
-    data = {kind: shown(value), "digest": encoding.digest(graph.described(value))}
-    described = data, [*graph.nameless, *([value] if graph.is_cut else [])]
-    try:
-        forget = functools.partial(_forget, _first_uses, (id(value), of_call))
-        reference: Any = weakref.ref(value, forget)
-    except TypeError:
-        reference = functools.partial(_itself, value)
-    _first_uses[id(value), of_call] = reference, described
+    described: tuple[Any, list[Any]] | None = _first_uses[of_call].get(value)
+    if described is None:
+        graph = Graph(of_call=of_call)
+        kind = "class" if isinstance(value, type) else "function"
+        data = {kind: shown(value), "digest": encoding.digest(graph.described(value))}
+        described = data, [*graph.nameless, *([value] if graph.is_cut else [])]
+        _first_uses[of_call].put(value, described)
     return described
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def shown(value: Any) -> str:
@@ -231,11 +253,8 @@ def shown(value: Any) -> str:
 
 
 #: A number for each object without an identity that was met.
-_tokens: dict[int, tuple[Any, int]] = {}
+_tokens = _ByObject()
 _numbers = itertools.count()
-#: Those that cannot be referred to weakly; only the last ones are kept.
-_kept: OrderedDict[int, Any] = OrderedDict()
-_MOST_KEPT = 256
 
 _STARTED = uuid.uuid4().hex
 
@@ -246,25 +265,11 @@ def _process() -> str:
 
 
 def _token(value: Any) -> int:
-    known = _tokens.get(id(value))
-    if known is not None and known[0]() is value:
-        return known[1]
-    number = next(_numbers)
-    reference: Any
-    try:
-        reference = weakref.ref(value, functools.partial(_forget, _tokens, id(value)))
-    except TypeError:
-        _kept[id(value)] = value
-        reference = functools.partial(_kept.get, id(value))
-        if len(_kept) > _MOST_KEPT:
-            _tokens.pop(_kept.popitem(last=False)[0], None)
-    _tokens[id(value)] = reference, number
+    number: int | None = _tokens.get(value)
+    if number is None:
+        number = next(_numbers)
+        _tokens.put(value, number)
     return number
-
-
-def _forget(known: dict[Any, Any], key: Any, reference: Any) -> None:
-    if key in known and known[key][0] is reference:
-        del known[key]
 
 
 class Graph:
