@@ -119,7 +119,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self._topics = set[str]()
         self._take_pruning()
         self.lazy_key = LazyKey(written, policy)
-        if self.lazy_key.may_be_an_error:
+        if policy is PhantomPolicy.ERROR:
             self.lazy_key.report(self)
         self._honour_policies()
 

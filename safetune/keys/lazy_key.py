@@ -6,7 +6,6 @@ hooks at each launch. The program may have changed any of them since the classif
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -43,15 +42,7 @@ class LazyKey:
         self._policy = policy
         self._basis: Basis | None = None
         self._holds = False
-        # Whether warnings are logged is decided where the tuner is made.
-        self._context = contextvars.copy_context()
-
-    @property
-    def may_be_an_error(self) -> bool:
-        """Whether only the classes show a mistake in the decorator, which is raised on
-        classification.
-        """
-        return self._policy is PhantomPolicy.ERROR
+        self._of_a_library = of_a_library.get()  # where the tuner is made
 
     def __copy__(self) -> LazyKey:
         made = object.__new__(type(self))
@@ -60,10 +51,7 @@ class LazyKey:
 
     def __getstate__(self) -> dict[str, Any]:
         """A tuner travels with a hook that launches it; the process there classifies again."""
-        return {**self.__dict__, "_basis": None, "_holds": False, "_context": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _context=contextvars.copy_context())
+        return {**self.__dict__, "_basis": None, "_holds": False}
 
     def write(self, written: WrittenKey) -> None:
         """Replace the key."""
@@ -105,7 +93,7 @@ class LazyKey:
         )
         old_basis, old_report = self._basis, self.last_report
         if old_report is None or old_report.unread != report.unread:
-            self._context.copy().run(announce, tuner.fn, report, self._policy)
+            announce(tuner.fn, report, self._policy, self._of_a_library)
         self.last_report, self._basis, self._holds = report, basis, True
         if old_basis is not None and old_report is not None:
             tuner.key_changed(old_report.kept != report.kept or not old_basis.is_of(tuner.fn))
@@ -197,17 +185,18 @@ def _get(owner: Any, attribute: str) -> Any:
     return getattr(owner, attribute, None)
 
 
-def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy) -> None:
-    """Warn of the dropped names; raise `PhantomKey` under the policy `error`."""
-    if report.unread and policy is PhantomPolicy.ERROR and not report.kept_all:
-        raise PhantomKey(f"{report.location}: {_phantom_text(report)}")
+def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy, is_logged: bool) -> None:
+    """Warn of the dropped names, or log them; raise `PhantomKey` under the policy `error`."""
+    text = _phantom_text(report) if report.unread else ""
+    if text and policy is PhantomPolicy.ERROR and not report.kept_all:
+        raise PhantomKey(f"{report.location}: {text}")
     if report.missing:
-        text = "%s: %s reads %s, which neither its key nor its configs set"
-        logger.info(text, report.location, report.kernel, ", ".join(report.missing))
-    if report.unread and of_a_library.get():
-        logger.info("%s: %s", report.location, _phantom_text(report))
-    elif report.unread:
-        warn_at(kernel, _phantom_text(report))
+        read = "%s: %s reads %s, which neither its key nor its configs set"
+        logger.info(read, report.location, report.kernel, ", ".join(report.missing))
+    if text and is_logged:
+        logger.info("%s: %s", report.location, text)
+    elif text:
+        warn_at(kernel, text)
 
 
 def _phantom_text(report: KeyReport) -> str:

@@ -23,5 +23,5 @@ def classify(
     """Return the class of each name in `key`, and warn about those that are dropped."""
     written = written_key(kernel, key, keep, callbacks.get("prune_configs_by"))
     report = classes_of(kernel, written, list(configs), policy, **callbacks)
-    announce(kernel, report, policy)
+    announce(kernel, report, policy, is_logged=False)
     return report
