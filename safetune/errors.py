@@ -77,11 +77,6 @@ class WorkerUnavailable(SafetuneError):
 class NoMemory(WorkerUnavailable):
     """The device has too little free memory for a tuning now. No config is to blame."""
 
-    def __init__(self, message: str, needed_bytes: int = 0) -> None:
-        super().__init__(message)
-        #: Free device memory that another attempt needs at least; 0 if unknown.
-        self.needed_bytes = needed_bytes
-
 
 class DeviceUnavailable(WorkerUnavailable):
     """A child cannot use the device: its compute mode, MPS or a stuck process prevents it, or every

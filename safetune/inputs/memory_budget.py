@@ -61,7 +61,7 @@ def check_device(
     needed, free = size + CONTEXT, device_free(index)
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
-        raise error if needed > device.memory(index).total else NoMemory(str(error), needed)
+        raise error if needed > device.memory(index).total else NoMemory(str(error))
     room = max(0, free - size - FLUSH - CONTEXT - MARGIN)
     if size - room < _SLOW:
         return room, ""

@@ -135,7 +135,7 @@ def tune_meanwhile(
         return state.set_fallback(config)
     if not _worker.has_room(size, limit):
         logger.info("%s will be queued later: too many copied inputs wait", request.key.kernel.name)
-        return state.set_fallback(config, failures.Retry(call.index))
+        return state.set_fallback(config, failures.Retry())
     try:
         bench = BackgroundBench(request)
     except (KernelNotTransferable, WorkerUnavailable) as error:

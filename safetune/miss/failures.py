@@ -45,8 +45,6 @@ _syncs = 0
 class Retry:
     """The next attempt to tune after a failure that may pass, such as a lack of memory."""
 
-    index: int  # of the device in this process; -1 in the interpreter
-    needed_bytes: int = 0  # free device memory that another attempt needs at least, if known
     delay_s: float = RETRY_S
     #: Of the calls that cannot be handed to a child; calls of other kinds are tuned at once.
     kinds: frozenset[Any] = frozenset()
@@ -59,24 +57,13 @@ class Retry:
         """Whether a call launches the fallback; otherwise it looks for a config."""
         if self.kinds and kind_of(args, kwargs) not in self.kinds:
             return False
-        return bool(capture) or not self.due(settings)
+        not_synced = settings.world_size > 1 and self._syncs == _syncs
+        return bool(capture) or clock() < self._from_s or not_synced
 
-    def due(self, settings: Settings) -> bool:
-        """Whether tuning should be tried again now."""
-        if clock() < self._from_s or (settings.world_size > 1 and self._syncs == _syncs):
-            return False
-        if self.needed_bytes and self.index >= 0:
-            from safetune.inputs import memory_budget  # imports torch
-
-            if memory_budget.device_free(self.index) < self.needed_bytes:
-                self._from_s = clock() + self.delay_s
-                return False
-        return True
-
-    def again(self, needed_bytes: int, kinds: frozenset[Any] = frozenset()) -> Retry:
+    def again(self, kinds: frozenset[Any] = frozenset()) -> Retry:
         """Return the retry after another failure."""
         delay_s = self.delay_s if kinds - self.kinds else min(2 * self.delay_s, MAX_RETRY_S)
-        return Retry(self.index, needed_bytes, delay_s, self.kinds | kinds if kinds else kinds)
+        return Retry(delay_s, self.kinds | kinds if kinds else kinds)
 
 
 def kind_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,18 +92,13 @@ def fall_back(
     before, retry, outlook = state.retried, None, ""
     kinds = frozenset[Any]()
     if isinstance(error, KernelNotTransferable):
-        call = request.call
-        kinds = frozenset({kind or kind_of(call.args, call.kwargs)})
-        outlook = "; calls with other kinds of arguments are tried"
+        kinds = frozenset({kind or kind_of(request.call.args, request.call.kwargs)})
     if not nobody_answers(request, error) and (not kinds or may_be_sent(request)):
-        needed_bytes = getattr(error, "needed_bytes", 0)
-        if isinstance(before, Retry):
-            state.retried = retry = before.again(needed_bytes, kinds)
+        state.retried = retry = Retry(kinds=kinds) if before is None else before.again(kinds)
+        if before is not None:
             return state.set_fallback(config, retry)
-        state.retried = retry = Retry(request.call.index, needed_bytes, kinds=kinds)
-        outlook = outlook or "; it is tried again later"
-    else:
-        outlook = ""
+        others = "calls with other kinds of arguments are tried"
+        outlook = f"; {others if kinds else 'it is tried again later'}"
     state.set_fallback(config, retry)
     which = "its first config" if config is request.configs[0] else "its fallback"
     warn(

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from safetune import SafetuneWarning, safetune, sync
-from safetune.both import backend
 from safetune.miss import candidates, failures
 from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Timing, Verdict
@@ -23,7 +22,6 @@ from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from safetune.tuning.neighbours import distance
 from safetune.tuning.tuner import tune
-from tests.backends import FakeBackend, launching_on
 from tests.conftest import stop_servers
 
 BLOCKS = (16, 32, 64)
@@ -321,24 +319,10 @@ def test_a_tuning_whose_process_cannot_start_is_tried_again(
     assert len(made.tuner.cache) == 1
 
 
-def test_tuning_waits_until_the_memory_it_needs_is_free(
-    clock: Any,
-) -> None:
-    free = [10]
-    device = FakeBackend(memory=lambda index: backend.Memory(free[0], 20, 0))
-    settings = Settings.current()
-    postponed = failures.Retry(index=0, needed_bytes=11)
-    clock.now += failures.RETRY_S
-    with launching_on(device):
-        assert not postponed.due(settings)
-        free[0] = 11
-        assert not postponed.due(settings), "asked the driver a moment ago"
-        clock.now += failures.RETRY_S
-        assert postponed.due(settings)
-    later = postponed
-    for _ in range(20):
-        later = later.again(0)
-    assert later.delay_s == failures.MAX_RETRY_S
+def test_the_time_between_two_attempts_grows_up_to_a_limit() -> None:
+    retry = failures.Retry()
+    delays = [(retry := retry.again()).delay_s for _ in range(20)]
+    assert (delays[0], delays[-1]) == (2 * failures.RETRY_S, failures.MAX_RETRY_S)
 
 
 def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,23 +341,27 @@ def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.Monkey
     assert open_lookup(Settings.current()).store.kernels() == []
 
 
-def test_the_memory_that_a_tuning_needs_is_kept_with_the_retry(
-    copies: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["tune", "background"])
+def test_a_full_card_is_a_fallback_for_now(
+    mode: str, copies: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the background too, where the inputs are copied before the launch returns."""
     from safetune import NoMemory
     from safetune.tuning import bench
 
     def full(*args: Any, **kwargs: Any) -> None:
-        raise NoMemory("the card is full", needed_bytes=123)
+        raise NoMemory("the card is full")
 
-    for mode in ("tune", "background"):
-        monkeypatch.setenv("SAFETUNE_MODE", mode)
-        made = copies(None, None)
-        with monkeypatch.context() as patched:
-            patched.setattr(bench.LaunchBench, "__init__", full)
-            with pytest.warns(UserWarning, match="tried again later: the card is full"):
-                assert made() == 16
-        (state,) = made.tuner.states
-        assert state.decision().retry.needed_bytes == 123
-        assert made.tuner.cache == {}
+    monkeypatch.setenv("SAFETUNE_MODE", mode)
+    made = copies(None, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.LaunchBench, "__init__", full)
+        with pytest.warns(UserWarning, match="tried again later: the card is full"):
+            assert made() == 16
+    made()
+    assert made.tuner.cache == {}
+    clock.now += failures.RETRY_S
+    made()
+    for _ in range(2 if mode == "background" else 1):  # the fallback, and the choice
+        made.swaps.next()
+    assert len(made.tuner.cache) == 1

@@ -148,7 +148,7 @@ class TestTheKeyAfterwards:
         kernel = tuner()
         copy(kernel, 0)
         (state,) = kernel.states
-        again = failures.Retry(-1, delay_s=-1.0)
+        again = failures.Retry(delay_s=-1.0)
         state.set_fallback(kernel.configs[1], again)
         assert copy(kernel, 0) == BLOCKS[1]
         assert state.decision().retry is again
