@@ -65,9 +65,8 @@ def _clash(clash: Kind, name: str, view: View, watch: Watch) -> Finding | None:
         return None  # the clash is in another view of the same storage
     inside = np.zeros(len(times.stored), dtype=bool)
     _strided(inside, view, times.granule)[...] = True
-    logged = _logged(clash, times, inside)
-    most, through = _most_programs(logged, watch), _through(_moments(logged), watch)
-    return replace(_finding(clash, name, mask, places), most_programs=most, through=through)
+    most = _most_programs(_logged(clash, times, inside), watch)
+    return replace(_finding(clash, name, mask, places), most_programs=most)
 
 
 def _logged(clash: Kind, times: Times, wanted: np.ndarray) -> list[Logged]:
@@ -75,15 +74,6 @@ def _logged(clash: Kind, times: Times, wanted: np.ndarray) -> list[Logged]:
     log = [(where, prior, now) for kind, where, prior, now in times.log if kind is clash]
     found = [(where[wanted[where]], prior[wanted[where]], now) for where, prior, now in log]
     return [(where, prior, now) for where, prior, now in found if where.size]
-
-
-def _moments(logged: Sequence[Logged]) -> set[int]:
-    return {moment for _, prior, now in logged for moment in (now, *prior.tolist())}
-
-
-def _through(moments: set[int], watch: Watch) -> tuple[str, ...]:
-    """Return the arguments through which something was written at some times."""
-    return tuple(sorted({watch.through[moment] for moment in moments} - {""}))
 
 
 def _most_programs(logged: Sequence[Logged], watch: Watch) -> int:
@@ -105,7 +95,9 @@ def _clash_place(clash: Kind, view: View, index: tuple[int, ...], watch: Watch) 
     offset = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     wanted = np.zeros(len(times.stored), dtype=bool)
     wanted[offset // times.granule : -(-(offset + view.itemsize) // times.granule)] = True
-    return _place(index, sorted(_moments(_logged(clash, times, wanted))), watch)
+    logged = _logged(clash, times, wanted)
+    moments = {moment for _, prior, now in logged for moment in (now, *prior.tolist())}
+    return _place(index, sorted(moments), watch)
 
 
 def _place(index: tuple[int, ...], moments: Sequence[int], watch: Watch, where: str = "") -> Place:
@@ -124,10 +116,10 @@ def _unwritten(name: str, view: View, watch: Watch) -> Finding | None:
 
 def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
     """Group accesses outside all storages by kind of access and by the storage they missed."""
-    grouped: dict[tuple[Access, int, str], list[Stray]] = {}
+    grouped: dict[tuple[Access, int], list[Stray]] = {}
     for stray in watch.strays:
-        grouped.setdefault((stray.access, stray.region, stray.argument), []).append(stray)
-    for (access, number, argument), strays in grouped.items():
+        grouped.setdefault((stray.access, stray.region), []).append(stray)
+    for (access, number), strays in grouped.items():
         touched = np.concatenate([stray.offsets for stray in strays])
         offsets, first = np.unique(touched, return_index=True)
         owners = np.repeat(np.arange(len(strays)), [len(stray.offsets) for stray in strays])
@@ -135,7 +127,7 @@ def _outside(memory: Memory, watch: Watch) -> Iterator[Finding]:
             _stray_place(memory, watch, strays[owners[position]], int(offset))
             for offset, position in zip(offsets[:_MOST_PLACES], first, strict=False)
         ]
-        name = argument or _region_name(memory, number)
+        name = _region_name(memory, number)
         yield Finding(Kind.OUTSIDE, name, len(offsets), 1, tuple(places), access.value)
 
 
@@ -160,16 +152,13 @@ def _gap(memory: Memory, watch: Watch, number: int) -> Finding | None:
         return None
     size = max(1, views[0].itemsize // times.granule)
     elements = np.unique(stray // size * size)
-    moments = {*times.stored[stray].tolist(), *times.last_update[stray].tolist()} - {NEVER}
     places = []
     for granule in elements[:_MOST_PLACES]:
         index = _counted(memory, number, int(granule) * times.granule)
         touched = sorted({int(times.stored[granule]), int(times.last_update[granule])} - {NEVER})
         places.append(_place(index, touched, watch, "in its storage, outside every argument"))
     name = _region_name(memory, number)
-    return Finding(
-        Kind.GAP, name, len(elements), 1, tuple(places), through=_through(moments, watch)
-    )
+    return Finding(Kind.GAP, name, len(elements), 1, tuple(places))
 
 
 def _counted(memory: Memory, number: int, offset: int) -> tuple[int, ...]:

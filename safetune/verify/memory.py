@@ -2,14 +2,12 @@
 
 A kernel does not get the addresses of the copies. Each storage has an address range far from all
 others, so an address that is out of bounds by less than 8 TiB still identifies its storage, and a
-stray address never hits another argument. Arguments that share a storage each have their own range
-for it, so that an address also identifies its argument. The kernel's loads and stores are
-translated; an access without a translation is skipped.
+stray address never hits another argument. The kernel's loads and stores are translated; an access
+without a translation is skipped.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -93,14 +91,13 @@ class Memory:
         for tensor in {span_of(tensor): tensor for tensor in tensors}.values():
             self._fill(tensor)
         self.views = [_view(name, spec) for (name, _), spec in zip(leaves, specs, strict=True)]
-        #: Of each address range its region and, where several share that, its argument.
-        self._ranges = [(number, "") for number in range(len(self.regions))]
 
     def _add(self, span: Span) -> None:
         buffer = torch.zeros(span.size + _ALIGNMENT, dtype=torch.uint8)
         begin = (span.start - buffer.data_ptr()) % _ALIGNMENT
         copy = buffer[begin : begin + span.size]
-        address = _range_start(len(self.regions), span.start)
+        # Aligned as the caller's memory is.
+        address = _FIRST + len(self.regions) * _SPACING + span.start % _ALIGNMENT
         self._copies.append(copy)
         self.regions.append(Region(address, buffer.data_ptr() + begin, span.start, span.size))
 
@@ -119,41 +116,26 @@ class Memory:
         spec = tensor_spec(tensor, self._spans)
         return view_of(self._copies[spec.block], spec)
 
-    def addressed(self, name: str, value: Any) -> Any:
+    def addressed(self, value: Any) -> Any:
         """Return an argument of `copied` with its tensors replaced by made-up addresses."""
-        return _mapped(value, functools.partial(self._address_of, name))
+        return _mapped(value, self._address_of)
 
-    def _address_of(self, name: str, tensor: torch.Tensor) -> Address:
+    def _address_of(self, tensor: torch.Tensor) -> Address:
         # Not `data_ptr()`, which is 0 for a tensor without elements.
         begin = tensor.storage_offset() * tensor.element_size()
         inside = tensor.untyped_storage().data_ptr() + begin
-        found = (n for n, r in enumerate(self.regions) if r.real <= inside <= r.real + r.nbytes)
-        number = next(found)
-        region, address = self.regions[number], self.regions[number].address
-        if len({view.name for view in self.views if view.region == number}) > 1:
-            address = _range_start(len(self._ranges), region.original)
-            self._ranges.append((number, name))
-        return Address(address + inside - region.real, tensor.dtype)
-
-    def argument_of(self, addresses: np.ndarray) -> str:
-        """Return the one argument from which all addresses are derived; empty if unknown."""
-        names = {
-            self._ranges[number][1] if 0 <= number < len(self._ranges) else ""
-            for number in np.unique(_range_numbers(addresses)).tolist()
-        }
-        return names.pop() if len(names) == 1 else ""
+        region = next(r for r in self.regions if r.real <= inside <= r.real + r.nbytes)
+        return Address(region.address + inside - region.real, tensor.dtype)
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each address's region, or -1, and its byte offset there, which may be outside."""
-        ranges = _range_numbers(addresses)
-        foreign = (ranges < 0) | (ranges >= len(self._ranges))
-        ranges = np.where(foreign, 0, ranges)
-        regions = [self.regions[number] for number, _ in self._ranges]
-        starts = [_range_start(at, region.original) for at, region in enumerate(regions)] or [0]
-        numbers = np.array([number for number, _ in self._ranges] or [0], dtype=np.int64)[ranges]
-        offsets = addresses.astype(np.int64) - np.array(starts, dtype=np.int64)[ranges]
+        ranges = (addresses - np.uint64(_FIRST - _SPACING // 2)) >> np.uint64(44)
+        numbers = ranges.astype(np.int64)
+        foreign = (numbers < 0) | (numbers >= len(self.regions))
+        numbers[foreign] = -1
+        starts = np.array([*(region.address for region in self.regions), 0], dtype=np.int64)
+        offsets = addresses.astype(np.int64) - starts[numbers]
         if foreign.any():
-            numbers = np.where(foreign, -1, numbers)
             self._locate_originals(addresses, numbers, offsets)
         return numbers, offsets
 
@@ -166,17 +148,6 @@ class Memory:
             here = (numbers < 0) & (addresses >= begin) & (addresses < end)
             numbers[here] = number
             offsets[here] = (addresses[here] - np.uint64(begin)).astype(np.int64)
-
-
-def _range_start(number: int, original: int) -> int:
-    """Return the first address of a range, aligned as the caller's memory is."""
-    return _FIRST + number * _SPACING + original % _ALIGNMENT
-
-
-def _range_numbers(addresses: np.ndarray) -> np.ndarray:
-    """Return the number of the range of each address, which may be of none."""
-    found = (addresses - np.uint64(_FIRST - _SPACING // 2)) >> np.uint64(44)
-    return np.asarray(found.astype(np.int64))
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:

@@ -85,7 +85,7 @@ def check_overlap(
     sizes = (x, y, z)
     watch = Watch(memory, sizes, timeout_s)
     _check_tensors(function.__name__, memory, outputs=outputs, allow=allow)
-    addressed = {name: memory.addressed(name, value) for name, value in copies.items()}
+    addressed = {name: memory.addressed(value) for name, value in copies.items()}
     interpret(function, addressed, sizes, lambda builder: Instruments(watch, builder).methods())
     idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
     findings = findings_of(memory, watch, outputs)

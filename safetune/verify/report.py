@@ -76,8 +76,6 @@ class Finding:
     places: tuple[Place, ...]
     access: str = ""  # for `OUTSIDE`, the access that was tried: read, store, atomic
     most_programs: int = 0  # if several programs access an element, the most at one element
-    #: The arguments through which the elements were written, where several share their storage.
-    through: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         count = "1 element" if self.elements == 1 else f"{self.elements} elements"
@@ -89,8 +87,6 @@ class Finding:
             what += " outside its storage" if self.argument else " outside every argument"
         if self.most_programs > 2:
             what += f", up to {self.most_programs} of them"
-        if self.through:
-            what += f", through {', '.join(self.through)}"
         first = f"{self.argument or 'no argument'}: {count} {what}"
         return "\n    ".join([first, *map(str, self.places)])
 

@@ -115,7 +115,6 @@ class Stray:
     offsets: np.ndarray  # bytes from the region's start; for no region, the addresses themselves
     itemsize: int
     time: int
-    argument: str = ""  # that the address was made from, where several share the region
 
 
 class Watch:
@@ -134,10 +133,8 @@ class Watch:
             Times(region.nbytes, granules[number]) for number, region in enumerate(memory.regions)
         ]
         self.strays: list[Stray] = []
-        #: For each time, the source line, and the argument through which something was written,
-        #: where several share its storage.
+        #: For each time, the source line.
         self.lines: list[tuple[str, int]] = []
-        self.through: list[str] = []
         #: The numbers of the programs that stored or updated anything.
         self.storing: set[int] = set()
         self._program, self._begin = NEVER, 0
@@ -193,8 +190,6 @@ class Watch:
         self.check_time(line)
         now = len(self.lines)
         self.lines.append(line)
-        argument = self._memory.argument_of(addresses[active]) if active.any() else ""
-        self.through.append(argument if access in (Access.STORE, Access.ATOMIC) else "")
         alone = int(addresses.flat[0]) if addresses.size == 1 and active.all() else None
         real, allowed = np.zeros_like(addresses), np.zeros(addresses.shape, dtype=bool)
         numbers, offsets = self._memory.locate(addresses)
@@ -210,8 +205,7 @@ class Watch:
                 lanes = lanes & ~inside
             if lanes.any():
                 places = offsets if number >= 0 else addresses
-                stray = Stray(access, int(number), places[lanes], itemsize, now, argument)
-                self.strays.append(stray)
+                self.strays.append(Stray(access, int(number), places[lanes], itemsize, now))
         if access in (Access.STORE, Access.ATOMIC) and active.any():
             self.storing.add(self._program)
         if acquires and alone in self._released:  # too late for this access: it may be the first

@@ -371,7 +371,6 @@ class OverlapFinding(_Strict):
     places: list[Place]
     access: str
     most_programs: int
-    through: list[str]
 
 
 class WrittenArgument(_Strict):
