@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -42,7 +41,6 @@ class Instruments:
             "create_masked_store": self.store,
             "create_atomic_cas": self.compare_and_swap,
             "create_atomic_rmw": self.update,
-            "create_descriptor_reduce": self.reduce,  # which Triton's interpreter does not have
         }
         if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
             methods_by_name["create_atomic_load"] = self.atomic_load
@@ -96,18 +94,6 @@ class Instruments:
         """Apply an atomic update: add, exchange and so on."""
         real, allowed = self._updated(pointer, mask, sem)
         return self._rmw(op, real, value, allowed, sem, scope)
-
-    def reduce(self, kind: Any, block: Any, value: Any, offsets: Any) -> None:
-        """Apply an update (add and so on) through a descriptor, as relaxed atomics, which order
-        nothing.
-        """
-        pointers, mask = block.materialize_pointers(offsets)
-        handles = ((pointers, pointers.dtype), (value, value.dtype), (mask, tl.int1))
-        operands = (
-            tl.tensor(handle, tl.block_type(dtype, block.block_shape)) for handle, dtype in handles
-        )
-        update = getattr(interpreter.interpreter_semantic, f"atomic_{kind.name.lower()}")
-        update(*operands, sem="relaxed", scope="gpu")
 
     def _updated(self, pointer: Any, mask: Any, sem: Any) -> tuple[Any, Any]:
         """Record an atomic update; return the real pointer and mask."""

@@ -711,28 +711,6 @@ class TestPointers:
             "1 of 2 programs write nothing, the first of them 1",
         )
 
-    @pytest.mark.parametrize(
-        ("name", "result"),
-        [("add", 8), ("min", 3), ("max", 5), ("and", 1), ("or", 7), ("xor", 6)],
-    )
-    def test_atomics_of_descriptors(self, name: str, result: int) -> None:
-        @triton.jit
-        def update(y, NAME: tl.constexpr, RESULT: tl.constexpr, STORES: tl.constexpr):
-            block = tl.make_tensor_descriptor(y, [7, 8], [8, 1], [4, 8])
-            row = tl.program_id(0) * 3
-            getattr(block, NAME)([row, 0], tl.full([4, 8], 3, tl.int32))
-            if row == 0:
-                tl.device_assert(tl.load(y) == RESULT)
-            elif STORES:
-                tl.store(y + row * 8 + tl.arange(0, 32), RESULT)
-
-        y = torch.full((7, 8), 5, dtype=torch.int32)
-        launch = (update, (2,), y, f"atomic_{name}", result)
-        assert check_overlap(*launch, False, outputs=["y"]).ok
-        found = check_overlap(*launch, True).find("mixed", "y")
-        assert (found.elements, found.places[0].index) == (8, (3, 0))
-        assert found.places[0].programs == ((0, 0, 0), (1, 0, 0))
-
     def test_a_table_of_addresses(self) -> None:
         @triton.jit
         def store(table, STEP: tl.constexpr):
