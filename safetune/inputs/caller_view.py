@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from safetune.errors import KernelNotTransferable
@@ -45,66 +46,56 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class CallerView:
-    """The facts of tensors by their number, and the settings of the calling thread."""
+    """The facts of tensors by their number, and the settings of the calling thread by name.
+
+    `kinds` are those of the devices whose autocast settings count.
+    """
 
     tensors: dict[int, TensorFacts]
-    grad: bool
-    dtype: Any
-    deterministic: tuple[bool, bool]
-    precision: tuple[bool, str]  # see `_precision`
-    autocast: dict[str, tuple[bool, Any]]  # by the kind of device
-
-    @classmethod
-    def now(cls, tensors: dict[int, TensorFacts], kinds: Iterable[str]) -> CallerView:
-        """Return the settings of this thread."""
-        import torch
-
-        return cls(
-            tensors,
-            torch.is_grad_enabled(),
-            torch.get_default_dtype(),
-            _deterministic(),
-            _precision(),
-            {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in kinds},
-        )
-
-    def set(self) -> None:
-        """Apply these settings."""
-        import torch
-
-        torch.set_grad_enabled(self.grad)
-        torch.set_default_dtype(self.dtype)
-        if (
-            self.deterministic != _deterministic()
-        ):  # setting it imports Inductor, which takes seconds
-            enabled, warn_only = self.deterministic
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        if self.precision != _precision():
-            is_new, precision = self.precision
-            if is_new:
-                torch.backends.cuda.matmul.fp32_precision = precision
-            else:
-                torch.set_float32_matmul_precision(precision)
-        for device, (enabled, dtype) in self.autocast.items():
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+    kinds: list[str]
+    settings: dict[str, Any]
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Run the user's code under these settings; safetune's own runs under the child's."""
-        before = CallerView.now({}, self.autocast)
-        self.set()
+        before = _settings(self.kinds)
+        _change(self.kinds, self.settings)
         try:
             yield
         finally:
-            before.set()
+            _change(self.kinds, before)
 
 
-def _deterministic() -> tuple[bool, bool]:
+def _access(kinds: Iterable[str]) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return how to read and to change each setting, by name."""
     import torch
 
-    enabled = torch.are_deterministic_algorithms_enabled()
-    return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
+    access: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        "precision": (_precision, _set_precision),
+    }
+    for kind in kinds:
+        access[f"autocast {kind}"] = (
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+        )
+        access[f"autocast {kind} dtype"] = (
+            partial(torch.get_autocast_dtype, kind),
+            partial(torch.set_autocast_dtype, kind),
+        )
+    return access
+
+
+def _settings(kinds: Iterable[str]) -> dict[str, Any]:
+    return {name: read() for name, (read, _) in _access(kinds).items()}
+
+
+def _change(kinds: Iterable[str], settings: dict[str, Any]) -> None:
+    for name, (read, write) in _access(kinds).items():
+        if read() != settings[name]:
+            write(settings[name])
 
 
 def _precision() -> tuple[bool, str]:
@@ -119,6 +110,16 @@ def _precision() -> tuple[bool, str]:
         return True, torch.backends.cuda.matmul.fp32_precision
 
 
+def _set_precision(precision: tuple[bool, str]) -> None:
+    import torch
+
+    is_newer, name = precision
+    if is_newer:
+        torch.backends.cuda.matmul.fp32_precision = name
+    else:
+        torch.set_float32_matmul_precision(name)
+
+
 def packed(tensors: Sequence[Any]) -> bytes:
     """Return the view for hooks of a call with these tensors."""
     if not tensors:
@@ -128,7 +129,8 @@ def packed(tensors: Sequence[Any]) -> bytes:
     facts = {number: _facts_of(tensor) for number, tensor in enumerate(tensors)}
     kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
     kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
-    return kernel_pickle.pack(CallerView.now(facts, kinds), "the settings of torch")
+    view = CallerView(facts, kinds, _settings(kinds))
+    return kernel_pickle.pack(view, "the settings of torch")
 
 
 def _facts_of(tensor: Any) -> TensorFacts:
