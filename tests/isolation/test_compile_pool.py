@@ -26,7 +26,7 @@ from safetune import triton_compile, triton_internals
 from safetune.both.protocol import IDLE_EXIT_S
 from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import pack_for_compiler
-from safetune.isolation import child_handle
+from safetune.isolation import child_handle, compile_pool
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import plain_server, server
 from safetune.outcome import Outcome, Verdict
@@ -312,7 +312,11 @@ class TestGivingUp:
 
     @staticmethod
     def options(*configs: int, **others: Any) -> dict[str, Any]:
-        return {"may_give_up": set(configs).__contains__, "least_s": 0.0, **others}
+        return {"may_give_up": set(configs).__contains__, **others}
+
+    @pytest.fixture(autouse=True)
+    def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compile_pool, "_LEAST_S", 0.0)
 
     def test_it_is_begun_once_and_the_job_behind_it_is_done(self, pool: Pool) -> None:
         kinds = {0: "ok", 1: "ok", 2: "hang", 3: "ok"}
@@ -326,16 +330,22 @@ class TestGivingUp:
         assert ended(*pool.pids())
 
     @pytest.mark.parametrize(
-        ("hanging", "others"),
+        ("hanging", "others", "least_s"),
         [
-            pytest.param((1, 2), {}, id="most are still compiling"),
-            pytest.param((2,), {"may_give_up": lambda config: False}, id="forbidden"),
-            pytest.param((2,), {"least_s": 1000.0}, id="the timeout is shorter"),
+            pytest.param((1, 2), {}, 0.0, id="most are still compiling"),
+            pytest.param((2,), {"may_give_up": lambda config: False}, 0.0, id="forbidden"),
+            pytest.param((2,), {}, 1000.0, id="the timeout is shorter"),
         ],
     )
     def test_it_has_its_whole_time(
-        self, pool: Pool, hanging: Sequence[int], others: dict[str, Any]
+        self,
+        pool: Pool,
+        monkeypatch: pytest.MonkeyPatch,
+        hanging: Sequence[int],
+        others: dict[str, Any],
+        least_s: float,
     ) -> None:
+        monkeypatch.setattr(compile_pool, "_LEAST_S", least_s)
         kinds = {n: "hang" if n in hanging else "ok" for n in range(3)}
         options = self.options(hanging[0], timeout_s=5.0, **others)
         results = {n: each.outcome.label for n, each in pool.run(kinds, **options).items()}
