@@ -33,13 +33,16 @@ _PLAIN = (type(None), bool, int, float, str, tl.dtype)
 
 @dataclass(frozen=True)
 class Hooks:
-    """The functions around a launch, in the child. The first five are `triton.autotune`'s."""
+    """The functions around a launch, in the child. The first five are `triton.autotune`'s.
+
+    Digests of stored keys depend on the order of the fields.
+    """
 
     pre_hook: Callable[..., object] | None = None
     post_hook: Callable[..., object] | None = None
+    do_bench: Callable[..., Any] | None = None
     reset_to_zero: tuple[str, ...] = ()
     restore_value: tuple[str, ...] = ()
-    do_bench: Callable[..., Any] | None = None
     #: Arguments that are not results, so their contents are not compared.
     scratch: tuple[str, ...] = ()
     #: Called with the arguments by name, returns the right values of the written ones.
@@ -48,17 +51,8 @@ class Hooks:
     inputs: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
     def identity_parts(self) -> tuple[Any, ...]:
-        """Return the parts of an identity besides the kernel; digests depend on their order."""
-        return (
-            self.pre_hook,
-            self.post_hook,
-            self.do_bench,
-            self.reset_to_zero,
-            self.restore_value,
-            self.scratch,
-            self.reference,
-            self.inputs,
-        )
+        """Return the parts of an identity besides the kernel."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
