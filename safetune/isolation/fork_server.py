@@ -68,7 +68,6 @@ class Output:
         self._fd = os.memfd_create("safetune-output", os.MFD_CLOEXEC)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # a cut leaves no hole
         self._begin = 0
-        self._kept = b""
 
     def fileno(self) -> int:
         """Return the descriptor for a process to inherit."""
@@ -77,13 +76,14 @@ class Output:
     def mark(self) -> None:
         """Attribute later output to the next job."""
         self.cut()
-        self._begin, self._kept = os.fstat(self._fd).st_size, b""
+        self._begin = os.fstat(self._fd).st_size
 
     def cut(self) -> None:
         """Drop all but the end of long output."""
         if os.fstat(self._fd).st_size > _MOST_BYTES:
-            self._kept, self._begin = self._end(), 0
+            end, self._begin = self._end(), 0
             os.ftruncate(self._fd, 0)
+            os.write(self._fd, end)
 
     def tail(self) -> str:
         """Return the last output lines of the job."""
@@ -99,7 +99,7 @@ class Output:
 
     def _end(self) -> bytes:
         begin = max(self._begin, os.fstat(self._fd).st_size - _TAIL_BYTES)
-        return (self._kept + os.pread(self._fd, _TAIL_BYTES, begin))[-_TAIL_BYTES:]
+        return os.pread(self._fd, _TAIL_BYTES, begin)
 
 
 class ForkServer:
