@@ -14,9 +14,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -138,19 +136,13 @@ class _Waiting(importlib.abc.MetaPathFinder):
     A search need not end in an import: torch only checks whether Triton can be found.
     """
 
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "triton" or vars(self._thread).get("searching"):
+        if name != "triton":
             return None
-        self._thread.searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._thread.searching = False
+        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
