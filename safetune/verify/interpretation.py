@@ -12,7 +12,6 @@ While a kernel runs here, other threads must not compile or interpret a kernel, 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
@@ -136,24 +135,10 @@ class _Interpreted:
     @functools.cached_property
     def rewritten(self) -> Callable[..., Any]:
         """The function as the interpreter runs it, with the lines of the source file."""
-        rewritten = _Rewriter(self.fn).rewrite_ast()
+        rewritten = interpreter.FunctionRewriter(self.fn).rewrite_ast()
         for name in ("__defaults__", "__kwdefaults__", "__annotations__"):
             setattr(rewritten, name, getattr(self.fn, name))
         return rewritten
-
-
-class _Rewriter(interpreter.FunctionRewriter):
-    """Leaves out defaults and annotations, which may name variables of an enclosing function."""
-
-    def _transform_ast(self, source: str) -> ast.Module:
-        tree: ast.Module = super()._transform_ast(source)
-        (function,) = tree.body
-        assert isinstance(function, ast.FunctionDef)
-        given = function.args
-        given.defaults, given.kw_defaults = [], [None] * len(given.kwonlyargs)
-        for argument in (*given.args, *given.kwonlyargs):
-            argument.annotation = None
-        return tree
 
 
 class _Functions:

@@ -814,21 +814,6 @@ class TestSize:
 
 
 class TestDecorators:
-    def test_a_default_of_the_enclosing_function(self) -> None:
-        @triton.jit
-        def halve(x):
-            return x // 2
-
-        def made(block: int) -> Any:
-            @triton.jit
-            def store(y, BLOCK: tl.constexpr = block, HOW: tl.constexpr = halve):
-                tl.store(y + HOW(tl.program_id(0) * 8) + tl.arange(0, BLOCK), 1.0)
-
-            return store
-
-        assert check_overlap(made(4), (2,), zeros(8), outputs=["y"]).ok
-        assert not check_overlap(made(8), (2,), zeros(12)).ok
-
     def test_heuristics_inside_and_outside_of_a_tuner(self) -> None:
         step = triton.heuristics({"STEP": lambda args: args["BLOCK"] - 1})
         configs = [triton.Config({"BLOCK": 32})]
