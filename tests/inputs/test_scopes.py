@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.inputs.call import Scopes
+from safetune.inputs.call import Hooks, Scopes
 from safetune.miss.resolve import Miss
 
 CONFIGS = [triton.Config({"BLOCK": block}) for block in (16, 32)]
@@ -125,3 +125,9 @@ def test_a_call_that_passes_an_argument_twice_is_another_call() -> None:
 def test_a_call_on_tensors_without_memory_has_a_scope(device: str) -> None:
     x = torch.zeros(256, device="meta") if device == "meta" else torch.eye(16).to_sparse()
     assert Kinds()(x=x).call
+
+
+def test_hooks_are_identified_in_the_order_of_stored_keys() -> None:
+    order = "pre_hook post_hook do_bench reset_to_zero restore_value scratch reference inputs"
+    given: dict[str, Any] = {name: name for name in reversed(order.split())}
+    assert Hooks(**given).identity_parts() == tuple(order.split())
