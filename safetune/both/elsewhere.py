@@ -44,16 +44,13 @@ def ask(
         text=True,
         errors="replace",
     )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        try:
-            stdout, stderr = process.communicate(timeout=limit_s)
-        except BaseException as error:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise TimeoutError(f"no answer within {limit_s:g} s") from error
-            raise
+    try:
+        stdout, stderr = process.communicate(timeout=limit_s)
+    except BaseException as error:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_END_S)  # and closes the pipes
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"no answer within {limit_s:g} s") from error
+        raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
