@@ -20,7 +20,6 @@ import os
 import random
 import re
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,10 +41,6 @@ DATABASE_NAME = "safetune.db"
 #: Beside `safetune.db`: the files that belong to it while it is open, and the lock for moving it.
 LOGS = ("-wal", "-shm", "-journal")
 LOCK = ".lock"
-
-#: The bytes of a database file that every reader locks, and that SQLite locks alone to write the
-#: log back and delete it: https://www.sqlite.org/src/file/src/os.h (SHARED_FIRST, SHARED_SIZE).
-_SHARED = (0x40000002, 510)
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.
@@ -213,11 +208,6 @@ def identity(path: Path | int) -> Identity:
     return found.st_dev, found.st_ino
 
 
-def logs(path: Path) -> tuple[Identity, ...]:
-    """Return the identities of a database's log files now."""
-    return tuple(identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
-
-
 def check(path: Path) -> None:
     """Check that the directory and the files of a database belong to this user and are not
     links.
@@ -285,24 +275,6 @@ def unmoved(path: Path, wait_s: float) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, ImportError):
             held.enter_context(_locked(path, exclusive=False, wait_s=wait_s))
-        yield
-
-
-@contextlib.contextmanager
-def unchanged(path: Path) -> Iterator[None]:
-    """Prevent SQLite from writing to or deleting a database file while this process closes it.
-
-    An open-file-description lock conflicts with POSIX locks of the same process. On systems without
-    such locks, another process's log may be deleted.
-    """
-    import fcntl
-
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, AttributeError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            held.callback(os.close, descriptor)
-            lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, *_SHARED, 0)
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
         yield
 
 
