@@ -18,7 +18,6 @@ import ctypes
 import functools
 import os
 import random
-import re
 import stat
 import sys
 import time
@@ -244,22 +243,19 @@ class Damaged(StoreError):
 def set_aside(path: Path, seen: Identity, reason: str, wait_s: float) -> None:
     """Rename an unusable database and its logs, with one warning that names the new file.
 
-    If many processes find it unusable, one renames it; `seen` is the file that was examined. Only
-    the newest renamed database is kept.
+    If many processes find it unusable, one renames it; `seen` is the file that was examined. It
+    replaces an earlier renamed database.
     """
     with _locked(path, exclusive=True, wait_s=wait_s):
         if seen is None or identity(path) != seen:
             return
-        older = moved(path)
-        stamp = max(time.time_ns(), *(_stamp(file) + 1 for file in older), 0)  # clocks are set back
-        aside = path.with_name(f"{path.name}.aside-{stamp}-{os.getpid()}")
         for log in (*LOGS, ""):  # the database last: until then all of it can be done again
+            aside(path, log).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
-        for file in older:
-            remove(file)
+                os.rename(path.with_name(path.name + log), aside(path, log))
     warn(
-        f"cannot use the store {path} ({reason}); renamed it to {aside} and created an empty one",
+        f"cannot use the store {path} ({reason}); renamed it to {aside(path)} and created an empty "
+        "one",
         StoreWarning,
     )
 
@@ -278,22 +274,9 @@ def unmoved(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-def remove(aside: Path) -> None:
-    """Delete a renamed database and its logs."""
-    for log in (*LOGS, ""):
-        aside.with_name(aside.name + log).unlink(missing_ok=True)
-
-
-def moved(path: Path) -> list[Path]:
-    """Return the databases that were renamed from this path, oldest first."""
-    found = path.parent.glob(f"{path.name}.aside-*-*")
-    return sorted((file for file in found if _stamp(file)), key=_stamp)
-
-
-def _stamp(aside: Path) -> int:
-    """Return the time in a name, in nanoseconds; 0 for a log and for any other file."""
-    named = re.search(r"\.aside-([0-9]+)-[0-9]+$", aside.name)
-    return int(named[1]) if named else 0
+def aside(path: Path, log: str = "") -> Path:
+    """Return the path of the database that was renamed, or of one of its logs."""
+    return path.with_name(f"{path.name}.aside{log}")
 
 
 @contextlib.contextmanager
