@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
-from safetune.messages import distributed, logger, warn
+from safetune.messages import logger, warn
 
 
 class Mode(str, Enum):
@@ -489,6 +489,15 @@ def _distributed_size() -> int:
     """Return the number of ranks by torch.distributed, or 1; srun and MPI set no WORLD_SIZE."""
     found = distributed()
     return 1 if found is None else int(found.get_world_size())
+
+
+def distributed() -> Any:
+    """Return torch.distributed if the program has initialised it; None otherwise. Imports
+    nothing.
+    """
+    found = sys.modules.get("torch.distributed")
+    # The function is missing in builds of torch without it, and during the import.
+    return found if getattr(found, "is_initialized", bool)() else None
 
 
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
