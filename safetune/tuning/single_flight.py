@@ -37,7 +37,7 @@ from safetune.store.local import locks
 from safetune.store.local.db_files import pauses
 from safetune.store.local.locks import Waited, waited
 from safetune.store.local.store import Store
-from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_of
 from safetune.tuning.requests import Plan, TuningRequest
 
 if TYPE_CHECKING:
@@ -113,8 +113,6 @@ class Election:
         """Publish a shareable choice; return the one that every node launches."""
         if self.shared is None or not outcome.shareable:
             return choice
-        from safetune.store.shared.protocol import space_of
-
         stored = StoredChoice(KeyRecord.of(self.request.key), choice)
         return self.shared.publish(space_of(self.request.key), stored).choice
 
@@ -293,7 +291,7 @@ def _elected(
     Args:
         again: tune, although there is a choice.
     """
-    from safetune.store.shared.protocol import Claim, space_of
+    from safetune.store.shared.protocol import Claim
 
     wanted = (space_of(request.key), request.key.digest, request.declared, again)
     claim = Claim()
