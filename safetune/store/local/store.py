@@ -208,10 +208,8 @@ class Store:
         wanted = [row[name] for name in CHOICE.primary_key]
         with self.connection.transaction() as connection:
             self._restore_key(connection, row)
+            CHOICE.put_if_absent(connection, row)
             stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
-            if not stored:
-                CHOICE.insert(connection, row, "REPLACE")  # also over a row that is corrupt
-                stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
             if not stored:
                 raise Damaged("the row just written is missing")
         return stored[0]
@@ -318,7 +316,7 @@ class Store:
         Keeps one call per key: the first of the most completely described ones.
         """
         with self.connection.transaction() as connection:
-            known = self._call(connection, call.key)
+            known = CALL.find(connection, text(call.key))
             if known is None:
                 (found,) = connection.execute("SELECT count(*) FROM call").fetchone()
                 if found >= self.most_calls:
@@ -333,13 +331,9 @@ class Store:
         """Add to the counts of recorded calls; counts of other keys are dropped."""
         with self.connection.transaction() as connection:
             for count in counts:
-                if (known := self._call(connection, count.key)) is not None:
+                if (known := CALL.find(connection, text(count.key))) is not None:
                     counted = known.counted(known.count.plus(count))
                     CALL.upsert(connection, CALL.seal(counted))
-
-    def _call(self, connection: sqlite3.Connection, key: str) -> RecordedCall | None:
-        found = self._fetch(connection, CALL, CALL.select_one, text(key))
-        return found[0] if found else None
 
     def calls(self) -> list[RecordedCall]:
         """Return the recorded calls in order."""
