@@ -271,18 +271,6 @@ class TestEncodings:
                 "add_kernel",
             }
 
-    def test_bytes_that_are_not_text_are_a_miss(self, encoded: str) -> None:
-        with closing(Postgres(encoded)) as store:
-            store.publish(SPACE, [stored(number) for number in range(3)])
-            with psycopg.connect(encoded, autocommit=True, client_encoding="LATIN1") as connection:
-                for column, number in (("record", 0), ("key", 1)):
-                    connection.execute(
-                        f"UPDATE safetune.choice SET {column} = '\xff' WHERE key = %s",
-                        (key(number).digest,),
-                    )
-            names = store.names(SPACE)
-            assert [found.choice.key for found in store.pull(SPACE, names)] == [key(2).digest]
-
 
 class TestConnecting:
     def test_a_wrong_password_is_sent_once(self, server: Any, proxy: Any) -> None:
