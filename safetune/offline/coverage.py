@@ -90,7 +90,8 @@ def coverage(
     by_device: dict[Described | None, list[RecordedCall]] = {}
     for call in calls:
         record = records.get(call.key)
-        by_device.setdefault(record and Described.of(record), []).append(call)
+        described = None if record is None else Described.of(record)
+        by_device.setdefault(described, []).append(call)
     for described, of_device in by_device.items():
         with contextlib.nullcontext() if described is None else as_device(described):
             for call in of_device:
