@@ -21,7 +21,7 @@ from typing import Any
 from safetune.errors import PackError, StoreError
 from safetune.messages import logger
 from safetune.settings import display_url, driver_error
-from safetune.store.packs.packs import beginning, sync_directory, written_beside
+from safetune.store.packs.packs import beginning, written_beside
 from safetune.store.records import StoredChoice
 from safetune.store.shared.protocol import (
     FORMAT,
@@ -222,8 +222,6 @@ class Directory(RecordFiles):
         with written_beside(path, data) as new:
             if not give_name(new, path) and _is_readable(path) and not is_record():
                 new.replace(path)  # e.g. half a record
-        for directory in path.parents[:4]:  # each may be new
-            sync_directory(directory)
 
 
 class Objects(RecordFiles):
