@@ -18,6 +18,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,9 @@ _PAUSES_S = (0.001, 0.1)
 
 #: How long a fork waits for a statement of another thread before it leaves the connection open.
 _FORK_WAIT_S = 1.0
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_forking = threading.local()
 
 #: A parent's connections, in a child whose fork could not wait: closing one would release the
 #: parent's locks or delete its log, so they are kept and never touched.
@@ -64,14 +68,8 @@ class Connection:
         self._file: Identity = None
         self._prepare = opening.prepare
         self._closed = False
-        self._renew()
-        forks.register(
-            "database",
-            before=self._pause,
-            after_in_parent=self._resume,
-            after_in_child=self._renew,
-            at_exit=self._end,
-        )
+        self.renew()
+        _connections.add(self)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -207,25 +205,22 @@ class Connection:
     def _notice_fork(self) -> None:
         """Catch the forks that run none of Python's hooks."""
         if self._pid != os.getpid():
-            self._renew()
+            self.renew()
 
-    def _pause(self) -> None:
-        """Close the file and stay locked, unless another thread uses it for too long."""
+    def pause(self) -> bool:
+        """Close the file and stay locked; False if another thread uses it for too long."""
         self._notice_fork()
-        if self._lock.acquire(timeout=_FORK_WAIT_S) and self.path is not None:
+        if not self._lock.acquire(timeout=_FORK_WAIT_S):
+            return False
+        if self.path is not None:
             self._disconnect()
+        return True
 
-    def _resume(self) -> None:
-        """Let the other threads continue, if they had to wait."""
-        with contextlib.suppress(RuntimeError):  # another thread has the lock
-            self._lock.release()
+    def resume(self) -> None:
+        """Let the other threads continue."""
+        self._lock.release()
 
-    def _end(self) -> None:
-        """Leave no log files behind at exit; a thread that still writes keeps its connection."""
-        self._pause()
-        self._resume()
-
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Forget the parent's connection and its lock, which a lost thread may have held."""
         if self._sqlite is not None:
             _abandoned.append(self._sqlite)
@@ -282,3 +277,33 @@ def _begin(connection: sqlite3.Connection, must: bool) -> bool:
             raise
         return False
     return True
+
+
+def _before_fork() -> None:
+    _forking.held = [each for each in tuple(_connections) if each.pause()]
+
+
+def _after_fork_in_parent() -> None:
+    for each in _forking.held:
+        each.resume()
+
+
+def _after_fork_in_child() -> None:
+    for each in tuple(_connections):
+        each.renew()
+
+
+def _close_all() -> None:
+    """Leave no log files behind at exit; a thread that still writes keeps its connection."""
+    for each in tuple(_connections):
+        if each.pause():
+            each.resume()
+
+
+forks.register(
+    "database",
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+    at_exit=_close_all,
+)
