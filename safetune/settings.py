@@ -12,10 +12,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
@@ -80,17 +80,6 @@ class MeasurePolicy(str, Enum):
     GRAPH = "graph"
     HOT = "hot"
 
-
-#: Every variable that is read here or by the tests.
-VARIABLES = frozenset(
-    f"SAFETUNE_{name}"
-    for name in (
-        *("BUDGET", "CACHE_DIR", "COPY_LIMIT", "FAILURES", "FAST_LAUNCH", "INSTALL"),
-        *("LEAVE", "LOG", "MEASURE", "MODE", "ON_MISS", "PACKS", "PHANTOM", "SAME_BITS"),
-        *("SHARED", "WAIT"),
-        *("TEST_EXAMPLES", "TEST_FULL", "TEST_LAUNCHES", "TEST_TENTH"),
-    )
-)
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -223,13 +212,11 @@ def shared_kind(url: str) -> SharedKind:
     return SharedKind.DIRECTORY if scheme == "file" else SharedKind.OBJECTS
 
 
-def check_url(url: str) -> str:
-    """Return the URL of a shared store, or an empty string; raises `InvalidSetting`.
+def check_url(name: str, url: str) -> str:
+    """Return the URL of a shared store; raises `InvalidSetting`.
 
     Checks only its form, so that reading the settings imports nothing.
     """
-    if not url:
-        return url
     problem, kind = "", shared_kind(url)
     scheme, separator, rest = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
@@ -240,7 +227,7 @@ def check_url(url: str) -> str:
         problem = "it has no host or path"
     if problem:
         raise InvalidSetting(
-            f"SAFETUNE_SHARED={display_url(url)!r} is not the URL of a shared store: {problem}; "
+            f"{name}={display_url(url)!r} is not the URL of a shared store: {problem}; "
             "give file:///directory, postgresql://host/database, or a URL that fsspec knows, such "
             "as s3://bucket/folder"
         )
@@ -313,10 +300,10 @@ def driver_error(error: BaseException) -> str:
 class Settings:
     """The process-wide settings; docs/configuration.md describes the variables."""
 
-    mode: Mode
-    phantom: PhantomPolicy
     cache_dir: Path
-    copy_limit: int  # in bytes
+    mode: Mode = Mode.TUNE
+    phantom: PhantomPolicy = PhantomPolicy.DROP
+    copy_limit: int = 2 << 30  # in bytes
     #: WORLD_SIZE, which torchrun sets, or that of torch.distributed where it is initialised. Over
     #: 1, a process keeps the config that it launched for a key until `safetune.sync()`.
     world_size: int = 1
@@ -355,22 +342,15 @@ class Settings:
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
-        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), _configured)
-        if found.log_level != _log_level_set:
-            _set_log_level(found.log_level)
+        configured = tuple(_configured.items())
+        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), configured)
+        if found.log_level is not None:
+            logger.setLevel(found.log_level)
         return found
 
 
-class _Configured(NamedTuple):
-    """The mode and the policies that apply if the environment does not set them."""
-
-    mode: Mode = Mode.TUNE
-    on_miss: MissPolicy | None = None
-    measure: MeasurePolicy | None = None
-    same_bits: bool = False
-
-
-_configured = _Configured()
+#: The fields that apply if the environment does not set them.
+_configured: dict[str, Any] = {}
 
 
 def configure(
@@ -405,74 +385,95 @@ def configure(
         given["measure"] = parse_choice(MeasurePolicy, "measure", measure)
     if same_bits is not None:
         given["same_bits"] = check_flag("same_bits", same_bits)
-    _configured = _configured._replace(**given)
+    _configured = {**_configured, **given}
 
+
+def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
+    if value not in values:
+        raise InvalidSetting(f"{name}={value!r} is not known; use one of: {', '.join(values)}")
+    return values[value]
+
+
+_parse_switch = functools.partial(_parse_named, {"0": False, "1": True})
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return os.sep
+
+
+#: A relative directory in a variable is below this one, wherever the program goes later.
+_START = _working_directory()
+
+
+def _directory(name: str, value: str) -> Path:
+    """Return a directory as an absolute path; unchanged if its home directory does not exist."""
+    path = os.path.expanduser(value)
+    return Path(path if path.startswith("~") else os.path.normpath(os.path.join(_START, path)))
+
+
+def _directories(name: str, value: str) -> tuple[Path, ...]:
+    return tuple(_directory(name, part) for part in value.split(os.pathsep) if part)
+
+
+#: The variables: the field of `Settings` that each sets, and its parser.
+_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "SAFETUNE_BUDGET": ("budget", SearchBudget.parse),
+    "SAFETUNE_CACHE_DIR": ("cache_dir", _directory),
+    "SAFETUNE_COPY_LIMIT": ("copy_limit", parse_size),
+    "SAFETUNE_FAILURES": ("failures", _directory),
+    "SAFETUNE_FAST_LAUNCH": ("fast_launch", _parse_switch),
+    "SAFETUNE_LEAVE": ("leave", parse_kernels),
+    "SAFETUNE_LOG": ("log_level", functools.partial(_parse_named, LOG_LEVELS)),
+    "SAFETUNE_MEASURE": ("measure", functools.partial(parse_choice, MeasurePolicy)),
+    "SAFETUNE_MODE": ("mode", functools.partial(parse_choice, Mode)),
+    "SAFETUNE_ON_MISS": ("on_miss", functools.partial(parse_choice, MissPolicy)),
+    "SAFETUNE_PACKS": ("packs", _directories),
+    "SAFETUNE_PHANTOM": ("phantom", functools.partial(parse_choice, PhantomPolicy)),
+    "SAFETUNE_SAME_BITS": ("same_bits", _parse_switch),
+    "SAFETUNE_SHARED": ("shared", check_url),
+    "SAFETUNE_WAIT": ("wait_s", parse_seconds),
+}
+
+#: Every variable that is read here or by the tests.
+VARIABLES = frozenset(
+    {
+        *_FIELDS,
+        "SAFETUNE_INSTALL",
+        *(f"SAFETUNE_TEST_{name}" for name in ("EXAMPLES", "FULL", "LAUNCHES", "TENTH")),
+    }
+)
 
 #: All variables that the settings depend on; torch.distributed and `configure` come on top.
-_READ = (*sorted(VARIABLES), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME", "XDG_CACHE_HOME")
+_READ = (*_FIELDS, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOME", "XDG_CACHE_HOME")
 
 
 @functools.lru_cache(maxsize=16)
-def _settings(values: tuple[str | None, ...], ranks: int, configured: _Configured) -> Settings:
+def _settings(
+    values: tuple[str | None, ...], ranks: int, configured: tuple[tuple[str, Any], ...]
+) -> Settings:
     """Return the settings for the values of `_READ`: a library has hundreds of tuners."""
     _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
     given = {name: value for name, value in zip(_READ, values, strict=True) if value}
-    get = given.get
     world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
-    policy, measure = get("SAFETUNE_ON_MISS"), get("SAFETUNE_MEASURE")
-    failures, same_bits = get("SAFETUNE_FAILURES"), "1" if configured.same_bits else "0"
-    return Settings(
-        mode=parse_choice(Mode, "SAFETUNE_MODE", get("SAFETUNE_MODE", configured.mode.value)),
-        phantom=parse_choice(PhantomPolicy, "SAFETUNE_PHANTOM", get("SAFETUNE_PHANTOM", "drop")),
-        cache_dir=_directory(get("SAFETUNE_CACHE_DIR") or _default_cache_dir()),
-        world_size=world_size,
-        on_miss=parse_choice(MissPolicy, "SAFETUNE_ON_MISS", policy)
-        if policy
-        else configured.on_miss,
-        measure=parse_choice(MeasurePolicy, "SAFETUNE_MEASURE", measure)
-        if measure
-        else configured.measure,
-        copy_limit=parse_size("SAFETUNE_COPY_LIMIT", get("SAFETUNE_COPY_LIMIT", "2GiB")),
-        packs=tuple(
-            _directory(part) for part in get("SAFETUNE_PACKS", "").split(os.pathsep) if part
-        ),
-        shared=check_url(get("SAFETUNE_SHARED", "")),
-        local_world_size=_number(given, "LOCAL_WORLD_SIZE", world_size),
-        wait_s=parse_seconds("SAFETUNE_WAIT", get("SAFETUNE_WAIT", "120")),
-        leave=parse_kernels("SAFETUNE_LEAVE", get("SAFETUNE_LEAVE", "")),
-        budget=SearchBudget.parse("SAFETUNE_BUDGET", get("SAFETUNE_BUDGET")),
-        failures=_directory(failures) if failures else None,
-        same_bits=_switch("SAFETUNE_SAME_BITS", get("SAFETUNE_SAME_BITS", same_bits)),
-        fast_launch=_switch("SAFETUNE_FAST_LAUNCH", get("SAFETUNE_FAST_LAUNCH", "1")),
-        log_level=_log_level(get("SAFETUNE_LOG")),
-    )
-
-
-def _log_level(value: str | None) -> int | None:
-    if value is not None and value not in LOG_LEVELS:
-        raise InvalidSetting(
-            f"SAFETUNE_LOG={value!r} is not known; use one of: {', '.join(LOG_LEVELS)}"
-        )
-    return None if value is None else LOG_LEVELS[value]
-
-
-#: The level that SAFETUNE_LOG has set, and the program's own level before.
-_log_level_set: int | None = None
-_log_level_before = logging.NOTSET
-
-
-def _set_log_level(level: int | None) -> None:
-    """Set the level of the log, or restore the program's if the variable is gone."""
-    global _log_level_set, _log_level_before
-    if _log_level_set is None:
-        _log_level_before = logger.level
-    _log_level_set = level
-    logger.setLevel(_log_level_before if level is None else level)
+    fields = {
+        "world_size": world_size,
+        "local_world_size": _number(given, "LOCAL_WORLD_SIZE", world_size),
+        **dict(configured),
+    }
+    for name, (field, parse) in _FIELDS.items():
+        if name in given:
+            fields[field] = parse(name, given[name])
+    if "cache_dir" not in fields:
+        fields["cache_dir"] = _directory("", _default_cache_dir())
+    return Settings(**fields)
 
 
 def installs() -> bool:
     """Return whether SAFETUNE_INSTALL asks to replace every `triton.autotune`."""
-    return _switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
+    return _parse_switch("SAFETUNE_INSTALL", os.environ.get("SAFETUNE_INSTALL") or "0")
 
 
 #: `safetune run --keep` hands its pairs to every process of the program. It is not for users.
@@ -482,12 +483,6 @@ RUN_KEEP = "_SAFETUNE_RUN_KEEP"
 def kept_by_run() -> frozenset[tuple[str, str]]:
     """Return the pairs that `safetune run --keep` was given."""
     return parse_keep("--keep", os.environ.get(RUN_KEEP, ""))
-
-
-def _switch(name: str, value: str) -> bool:
-    if value not in ("0", "1"):
-        raise InvalidSetting(f"{name}={value!r} is not known; use one of: 0, 1")
-    return value == "1"
 
 
 def _distributed_size() -> int:
@@ -522,23 +517,6 @@ def _warn(text: str) -> None:
 def _warn_of_unknown(names: frozenset[str]) -> None:
     if names:
         _warn(f"unknown setting {with_nearest(sorted(names), VARIABLES)}")
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was deleted
-        return os.sep
-
-
-#: A relative directory in a variable is below this one, wherever the program goes later.
-_START = _working_directory()
-
-
-def _directory(name: str) -> Path:
-    """Return a directory as an absolute path; unchanged if its home directory does not exist."""
-    path = os.path.expanduser(name)
-    return Path(path if path.startswith("~") else os.path.normpath(os.path.join(_START, path)))
 
 
 def _default_cache_dir() -> str:

@@ -117,19 +117,18 @@ def in_the_way() -> str:
     return _IN_THE_WAY + (_OTHER_FPSAN if has_fpsan else "")
 
 
-def switches(jit: Any) -> tuple[Any, ...]:
-    """Return the values that this expression compares, except hooks."""
+def switches(jit: Any) -> dict[str, Any]:
+    """Return the values that this expression compares, except hooks, by their names there."""
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
 
-    compilation = knobs.compilation
-    return (
-        knobs.runtime.debug,
-        jit.debug,
-        compilation.instrumentation_mode,
-        _fpsan(compilation.__dict__),
-        CudaLauncher.__call__,
-    )
+    return {
+        "debug": knobs.runtime.debug,
+        "own_debug": jit.debug,
+        "instrumentation": knobs.compilation.instrumentation_mode,
+        "sanitized": _fpsan(knobs.compilation.__dict__),
+        "launcher_call": CudaLauncher.__call__,
+    }
 
 
 def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
@@ -143,11 +142,10 @@ def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
     if knobs.runtime.add_stages_inspection_hook is not None:
         as_made.pop("add_stages_inspection_hook", None)  # so that it is in the way
     return {
+        **switches(jit),
         "CudaLauncher": CudaLauncher,
-        "launcher_call": CudaLauncher.__call__,
         "jit": jit,
         "overridden": vars(jit),
-        "own_debug": jit.debug,
         "JITFunction": JITFunction,
         "jit_run": jit_run,
         "runtime": knobs.runtime,
@@ -156,13 +154,10 @@ def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
         "compilation": knobs.compilation,
         "enter": knobs.runtime.launch_enter_hook,
         "leave": knobs.runtime.launch_exit_hook,
-        "debug": knobs.runtime.debug,
-        "instrumentation": knobs.compilation.instrumentation_mode,
         "fpsan": knobs.compilation.__dict__.get,
         "fpsan_name": _FPSAN,
         "getenv": _getenv(),
         "fpsan_variable": _FPSAN_VARIABLE,
-        "sanitized": _fpsan(knobs.compilation.__dict__),
         "changed": _changed,
     }
 

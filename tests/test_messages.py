@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import pytest
 import safetune
 from safetune import messages
 from safetune.errors import SafetuneWarning
-from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -172,18 +170,6 @@ def test_each_line_is_written_once_and_never_by_loggings_last_resort(
 ) -> None:
     monkeypatch.setenv("SAFETUNE_LOG", log)
     assert fresh_process(LOGGING, program).stderr.splitlines() == lines
-
-
-def test_the_log_has_the_programs_level_again_without_the_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(messages.logger, "level", logging.CRITICAL)
-    levels = []
-    for value in ("debug", "info", ""):
-        monkeypatch.setenv("SAFETUNE_LOG", value)
-        Settings.current()
-        levels.append(messages.logger.level)
-    assert levels == [logging.DEBUG, logging.INFO, logging.CRITICAL]
 
 
 @pytest.mark.parametrize(

@@ -122,26 +122,20 @@ def open_store(writes: bool = False) -> Store:
 
 def counts(store: Store) -> dict[str, int]:
     """Return the number of rows of each table."""
-    from safetune.store.local.reading import tables
-
-    with tables(store.connection) as database:
+    with store.tables() as database:
         return {name: database[name].count for name in database.table_names()}
 
 
 def newest_rows(store: Store) -> dict[str, float]:
     """Return the time of the newest trial, choice or recorded call of each key."""
-    from safetune.store.local.reading import tables
-
-    with tables(store.connection) as database:
+    with store.tables() as database:
         newest: dict[str, Any] = {row["key"]: row["newest"] for row in database.query(_NEWEST)}
     return {key: made for key, made in newest.items() if type(made) in (int, float)}
 
 
 def shrink(store: Store) -> None:
     """Free the space of deleted rows, if no other process uses the database."""
-    from safetune.store.local.reading import tables
-
-    with contextlib.suppress(StoreError), tables(store.connection) as database:
+    with contextlib.suppress(StoreError), store.tables() as database:
         database.vacuum()
 
 

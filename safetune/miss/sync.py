@@ -25,7 +25,7 @@ from safetune.miss import failures, reporting
 from safetune.settings import Mode, Settings, distributed
 from safetune.store.local.store import AGREED
 from safetune.store.lookup import open_lookup
-from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_of
 
 Result = TypeVar("Result")
 
@@ -106,8 +106,6 @@ def _launched(settings: Settings, known: Iterable[tuple[KeyState, Asked]]) -> di
 
     If two tuners have a key, a choice wins over a fallback, then the older tuner.
     """
-    from safetune.store.shared.protocol import space_of  # no launch needs it
-
     launched: dict[str, Launched] = {}
     fallbacks: dict[str, Launched] = {}
     lookup, spaces = None, set()

@@ -16,7 +16,7 @@ from safetune.config import config_digest, declared_digest
 from safetune.frozen import dataclass
 from safetune.keys import tuning_key
 from safetune.keys.identity import KernelIdentity
-from safetune.keys.tuning_key import Device, TuningKey
+from safetune.keys.tuning_key import TuningKey
 from safetune.miss.resolve import stored_choice
 from safetune.offline import replay, tasks
 from safetune.offline.replay import LeftOut
@@ -90,7 +90,7 @@ def coverage(
     by_device: dict[Described | None, list[RecordedCall]] = {}
     for call in calls:
         record = records.get(call.key)
-        described = None if record is None else _described(record)
+        described = None if record is None else Described.of(record)
         by_device.setdefault(described, []).append(call)
     for described, of_device in by_device.items():
         with contextlib.nullcontext() if described is None else as_device(described):
@@ -119,15 +119,6 @@ def certain_share(covered: Sequence[Covered]) -> float:
     """Return the share of calls that have a choice of their own key with today's code."""
     calls = sum(each.calls for each in covered)
     return sum(each.calls for each in covered if each.is_certain) / calls
-
-
-def _described(record: KeyRecord) -> Described | None:
-    """Return the device of a key; None for the interpreter, and where another version wrote it."""
-    if record.device["name"] == tuning_key.INTERPRETER:
-        return None
-    with contextlib.suppress(TypeError, KeyError):
-        return Described(Device(**record.device), str(record.toolchain["target"]))
-    return None
 
 
 def _looked_up(

@@ -21,6 +21,7 @@ from safetune.offline.shares import shares_of_time
 from safetune.offline.tasks import Stream, Task, request_for
 from safetune.settings import SearchBudget
 from safetune.store.local.store import Store
+from safetune.store.records import space_of
 from safetune.tuning import requests
 from safetune.tuning.requests import TuningRequest
 
@@ -213,8 +214,6 @@ def longest_first(tunings: Iterable[Planned]) -> list[Planned]:
 def _outcomes(request: TuningRequest, store: Store) -> tuple[int, list[str]]:
     """Return how many configs have an outcome, and the digests of those to measure now."""
     if store.shared is not None:
-        from safetune.store.shared.protocol import space_of
-
         store.shared.refresh(space_of(request.key))
     of_key = requests.Plan.read(request, store)
     known = {config_digest(request.configs[index]) for index in of_key.outcomes}

@@ -55,6 +55,15 @@ class Described:
     device: Device
     target: str  # e.g. `cuda:90:32`
 
+    @classmethod
+    def of(cls, key: KeyRecord) -> Described | None:
+        """Return a key's device; None for the interpreter, and where another version wrote it."""
+        if key.device["name"] == tuning_key.INTERPRETER:
+            return None
+        with contextlib.suppress(TypeError, KeyError):
+            return cls(Device(**key.device), str(key.toolchain["target"]))
+        return None
+
     def device_name(self, index: int) -> str:
         """Return the product name in the stored keys."""
         return self.device.name
@@ -111,10 +120,10 @@ def devices_of(
     """Return the devices of these kernels' stored keys whose names contain `name`."""
     digests = {kernel.tuner.identity.digest for kernel in kernels}
     found = {
-        Described(Device(**key.device), str(key.toolchain["target"]))
+        described
         for key in keys
-        if key.kernel_digest in digests and key.device["name"] != tuning_key.INTERPRETER
-        if name is None or name.lower() in str(key.device["name"]).lower()
+        if key.kernel_digest in digests and (described := Described.of(key))
+        if name is None or name.lower() in described.device.name.lower()
     }
     return sorted(found, key=lambda each: (each.device.name, each.target))
 

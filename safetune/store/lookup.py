@@ -22,7 +22,7 @@ from safetune.store.local.connection import Connection, ReadOnlyConnection
 from safetune.store.local.db_files import Damaged, Locked
 from safetune.store.local.rows import RecordError
 from safetune.store.local.store import IMPORTED, Store
-from safetune.store.records import ChoiceRecord, precedence
+from safetune.store.records import ChoiceRecord, precedence, space_of
 
 if TYPE_CHECKING:
     from safetune.keys.tuning_key import TuningKey
@@ -161,10 +161,7 @@ class Lookup:
         if self.store.shared is None:
             yield self.store.choice(key.digest, declared, among)
         else:
-            from safetune.store.shared.protocol import space_of
-
-            space = space_of(key)
-            self.store.shared.refresh(space)
+            self.store.shared.refresh(space_of(key))
             # Of one generation the one that was pulled goes first: all nodes launch that.
             pulled = self.store.shared.choice(key.digest, declared)
             stored = self.store.choice(key.digest, declared, among)
@@ -212,17 +209,11 @@ class Lookup:
 
     def is_pulled(self, key: TuningKey) -> bool:
         """Whether the choices of the shared store, if there is one, have been pulled."""
-        if self.store.shared is None:
-            return True
-        from safetune.store.shared.protocol import space_of
-
-        return self.store.shared.is_complete(space_of(key))
+        return self.store.shared is None or self.store.shared.is_complete(space_of(key))
 
     def after_pull(self, key: TuningKey, work: Callable[[], object]) -> None:
         """Call `work` once they have been pulled, possibly from another thread."""
         if self.store.shared is not None:
-            from safetune.store.shared.protocol import space_of
-
             self.store.shared.after_first_pull(space_of(key), work)
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:

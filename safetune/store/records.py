@@ -26,6 +26,11 @@ def namespace(device: Mapping[str, Any], toolchain: Mapping[str, Any]) -> str:
     return encoding.digest([FORMAT, dict(device), dict(toolchain)])
 
 
+def space_of(key: TuningKey) -> str:
+    """Return the namespace of a key."""
+    return namespace(key.device.record(), key.toolchain.record())
+
+
 @dataclass(frozen=True)
 class KeyRecord:
     """One `TuningKey` as plain data: its digest, kernel, device, toolchain and `record()`.

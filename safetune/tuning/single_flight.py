@@ -37,7 +37,7 @@ from safetune.store.local import locks
 from safetune.store.local.db_files import pauses
 from safetune.store.local.locks import Waited, waited
 from safetune.store.local.store import Store
-from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_of
 from safetune.tuning.requests import Plan, TuningRequest
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ class Election:
         """Publish a shareable choice; return the one that every node launches."""
         if self.shared is None or not outcome.shareable:
             return choice
-        from safetune.store.shared.protocol import space_of
-
         key = self.plan.request.key
         return self.shared.publish(space_of(key), StoredChoice(KeyRecord.of(key), choice)).choice
 
@@ -275,7 +273,7 @@ def _try(
 
 def _elected(plan: Plan, shared: SharedLayer, budget: WaitBudget) -> Election:
     """Wait until this node has the lease, or until the choice of another one is there."""
-    from safetune.store.shared.protocol import Claim, space_of
+    from safetune.store.shared.protocol import Claim
 
     key, declared = plan.request.key, plan.request.declared
     left_by_pruning = plan.request.by_digest

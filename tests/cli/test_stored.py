@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from safetune.outcome import Outcome, Verdict, duration
-from safetune.store.local.reading import tables
 from safetune.store.local.store import Store
 from safetune.store.records import Failure, RecordedCall
 from safetune.store.schema import seconds
@@ -457,7 +456,7 @@ class TestClear:
         assert result.stdout == "cleared 1 key of 1 kernel\n"
         store = Store.open(cache_dir)
         assert [key.digest for key, _ in store.trials_of()] == [again.digest, recorded.digest]
-        with tables(store.connection) as database:
+        with store.tables() as database:
             chosen = {row["key"] for row in database["choice"].rows}
         assert chosen == {again.digest, recorded.digest}
         store.close()

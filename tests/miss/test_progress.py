@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +65,13 @@ tuner = safetune(configs=configs, key=["n"], run_timeout_s=1000.0)(copy_kernel)
 tuner[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](dst, src, 100)
 sys.stderr.write("the program goes on\\n")
 """
+
+
+@pytest.fixture(autouse=True)
+def programs_level() -> Iterator[None]:
+    """The level of the log again, which SAFETUNE_LOG sets."""
+    yield
+    logging.getLogger("safetune").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

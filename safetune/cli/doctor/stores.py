@@ -60,8 +60,8 @@ def cache_directory() -> Iterator[Check]:
     yield from _writable(where.directory)
     if where.directory.exists():
         yield _permissions(where.directory)
-        if aside := db_files.moved(where.directory / db_files.DATABASE_NAME):
-            words = f"a database that could not be used is kept beside it: {aside[-1]}"
+        if (aside := db_files.aside(where.database)).exists():
+            words = f"a database that could not be used is kept beside it: {aside}"
             yield check("database set aside", words, warn="delete it once you do not need it")
     yield _space("space for the database", where.directory)
 

@@ -6,8 +6,8 @@ that waits for another process to write does not hold the lock, so other threads
 
 A connection is closed before a fork, and each side opens its own at its next use. An in-memory
 database cannot be reopened: a forked child starts with an empty one. A database that was deleted or
-replaced, or whose log was deleted, is reopened; rows that other processes cannot see are lost. An
-unusable file is renamed. Every failure is a `StoreError`.
+replaced is reopened; rows that other processes cannot see are lost. An unusable file is renamed.
+Every failure is a `StoreError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from safetune import forks
 from safetune.errors import StoreError, from_signal_handler
 from safetune.messages import logger
-from safetune.store.local import db_files, opening
+from safetune.store.local import opening
 from safetune.store.local.db_files import Damaged, Identity, Locked, identity, tries
 from safetune.store.local.locks import waited
 from safetune.store.local.rows import RecordError
@@ -66,7 +66,6 @@ class Connection:
         self._gave_up: set[str] = set()
         self._sqlite: sqlite3.Connection | None = None
         self._file: Identity = None
-        self._logs: tuple[Identity, ...] = ()
         self._prepare = opening.prepare
         self._closed = False
         self.renew()
@@ -118,7 +117,7 @@ class Connection:
         """Close permanently; a later use raises `StoreError`."""
         self._notice_fork()
         with self._lock:
-            self._end()
+            self._disconnect()
             self._closed = True
 
     @contextlib.contextmanager
@@ -129,7 +128,7 @@ class Connection:
                 raise StoreError(f"the store {self._name} is closed")
             if self._is_lost():
                 logger.warning("the store %s was deleted or replaced; opening it again", self.path)
-                self._drop()
+                self._disconnect()  # SQLite leaves the files alone that took their place
             self._sqlite = self._sqlite or self._connected()
             yield self._sqlite
 
@@ -140,7 +139,6 @@ class Connection:
             else:
                 wait_s = self._timeout_s("open")
                 connection, self._file = opening.connect(self.path, self._prepare, wait_s)
-                self._logs = db_files.logs(self.path)
             self._prepare = opening.prepare
             self._gave_up.discard("open")
         return connection
@@ -156,19 +154,14 @@ class Connection:
         left_s = self._wait_s - waited.seconds
         return max(_LEAST_TIMEOUT_S, min(BUSY_TIMEOUT_S, left_s))
 
-    def _end(self) -> None:
-        self._drop() if self._is_lost() else self._disconnect()
-
     def _is_lost(self) -> bool:
         """Whether an open file is no longer reachable by name, so that writes are lost."""
         if self._sqlite is None or self.path is None or self._file is None:
             return False
         try:
-            file, logs = identity(self.path), db_files.logs(self.path)
+            return identity(self.path) != self._file
         except OSError:  # SQLite will fail as well, if it lasts
             return False
-        pairs = zip(self._logs, logs, strict=True)
-        return file != self._file or any(own is not None and own != other for own, other in pairs)
 
     @contextlib.contextmanager
     def _failures(
@@ -209,22 +202,6 @@ class Connection:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
-    def _drop(self) -> None:
-        """Close files that are lost, and leave those alone that took their place.
-
-        SQLite shares a log among all connections of a process, so those close that can.
-        """
-        assert self.path is not None
-        others = [
-            each for each in tuple(_connections) if each is not self and each.path == self.path
-        ]
-        with db_files.unchanged(self.path), contextlib.ExitStack() as held:
-            for each in others:
-                if each._lock.acquire(timeout=_FORK_WAIT_S):
-                    held.callback(each._lock.release)
-                    each._disconnect()
-            self._disconnect()
-
     def _notice_fork(self) -> None:
         """Catch the forks that run none of Python's hooks."""
         if self._pid != os.getpid():
@@ -236,7 +213,7 @@ class Connection:
         if not self._lock.acquire(timeout=_FORK_WAIT_S):
             return False
         if self.path is not None:
-            self._end()
+            self._disconnect()
         return True
 
     def resume(self) -> None:

@@ -18,9 +18,7 @@ import ctypes
 import functools
 import os
 import random
-import re
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,10 +40,6 @@ DATABASE_NAME = "safetune.db"
 #: Beside `safetune.db`: the files that belong to it while it is open, and the lock for moving it.
 LOGS = ("-wal", "-shm", "-journal")
 LOCK = ".lock"
-
-#: The bytes of a database file that every reader locks, and that SQLite locks alone to write the
-#: log back and delete it: https://www.sqlite.org/src/file/src/os.h (SHARED_FIRST, SHARED_SIZE).
-_SHARED = (0x40000002, 510)
 
 #: Held while a database file is made: closing an existing one would drop every lock that this
 #: process holds on it (POSIX), so no other thread may connect in between.
@@ -80,15 +74,9 @@ _IN_MEMORY = (0x01021994, 0x858458F6)
 _random = random.SystemRandom()
 
 
-def network_of(path: Path, type_of: Callable[[Path], int | None] | None = None) -> str:
-    """Return the name of the network file system that a path is, or will be, on; empty if none.
-
-    Args:
-        type_of: returns the file system number of a path, None if the path does not exist.
-    """
-    if sys.platform != "linux":
-        return ""
-    return _NETWORK.get(_file_system(path, type_of or _type_of), "")
+def network_of(path: Path) -> str:
+    """Return the name of the network file system that a path is, or will be, on; empty if none."""
+    return _NETWORK.get(_file_system(path), "")
 
 
 @functools.cache
@@ -101,12 +89,14 @@ def outlives_machine(path: Path) -> bool:
     temporary = Path(tempfile.gettempdir()).resolve()
     if path.resolve().is_relative_to(temporary) or network_of(path):
         return False
-    return sys.platform == "linux" and _file_system(path, _type_of) not in _IN_MEMORY
+    return _file_system(path) not in (0, *_IN_MEMORY)
 
 
-def _file_system(path: Path, type_of: Callable[[Path], int | None]) -> int:
+def _file_system(path: Path) -> int:
     """Return the number of the file system that a path is, or will be, on; 0 if not known."""
-    numbers = map(type_of, (path, *path.parents))
+    if sys.platform != "linux":
+        return 0
+    numbers = map(_type_of, (path, *path.parents))
     return next((number for number in numbers if number is not None), 0)
 
 
@@ -149,17 +139,14 @@ class Location:
         )
 
 
-def locate(
-    settings: Settings, is_on: Callable[[Path], str] | None = None, *, writes: bool = True
-) -> Location:
+def locate(settings: Settings, *, writes: bool = True) -> Location:
     """Return the location of the choices; creates the cache directory if it is the shared store.
 
     Args:
-        is_on: returns the network file system of a path; by default `network_of`.
         writes: False to create nothing.
     """
-    cache, is_on = settings.cache_dir, is_on or network_of
-    if cache.parts[0].startswith("~") or not (network := is_on(cache)):
+    cache = settings.cache_dir
+    if cache.parts[0].startswith("~") or not (network := network_of(cache)):
         return Location(cache)
     import tempfile
 
@@ -213,11 +200,6 @@ def identity(path: Path | int) -> Identity:
     return found.st_dev, found.st_ino
 
 
-def logs(path: Path) -> tuple[Identity, ...]:
-    """Return the identities of a database's log files now."""
-    return tuple(identity(path.with_name(path.name + suffix)) for suffix in LOGS[:2])
-
-
 def check(path: Path) -> None:
     """Check that the directory and the files of a database belong to this user and are not
     links.
@@ -254,22 +236,19 @@ class Damaged(StoreError):
 def set_aside(path: Path, seen: Identity, reason: str, wait_s: float) -> None:
     """Rename an unusable database and its logs, with one warning that names the new file.
 
-    If many processes find it unusable, one renames it; `seen` is the file that was examined. Only
-    the newest renamed database is kept.
+    If many processes find it unusable, one renames it; `seen` is the file that was examined. It
+    replaces an earlier renamed database.
     """
     with _locked(path, exclusive=True, wait_s=wait_s):
         if seen is None or identity(path) != seen:
             return
-        older = moved(path)
-        stamp = max(time.time_ns(), *(_stamp(file) + 1 for file in older), 0)  # clocks are set back
-        aside = path.with_name(f"{path.name}.aside-{stamp}-{os.getpid()}")
         for log in (*LOGS, ""):  # the database last: until then all of it can be done again
+            aside(path, log).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.rename(path.with_name(path.name + log), aside.with_name(aside.name + log))
-        for file in older:
-            remove(file)
+                os.rename(path.with_name(path.name + log), aside(path, log))
     warn(
-        f"cannot use the store {path} ({reason}); renamed it to {aside} and created an empty one",
+        f"cannot use the store {path} ({reason}); renamed it to {aside(path)} and created an empty "
+        "one",
         StoreWarning,
     )
 
@@ -288,40 +267,9 @@ def unmoved(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def unchanged(path: Path) -> Iterator[None]:
-    """Prevent SQLite from writing to or deleting a database file while this process closes it.
-
-    An open-file-description lock conflicts with POSIX locks of the same process. On systems without
-    such locks, another process's log may be deleted.
-    """
-    import fcntl
-
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, AttributeError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            held.callback(os.close, descriptor)
-            lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, *_SHARED, 0)
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
-        yield
-
-
-def remove(aside: Path) -> None:
-    """Delete a renamed database and its logs."""
-    for log in (*LOGS, ""):
-        aside.with_name(aside.name + log).unlink(missing_ok=True)
-
-
-def moved(path: Path) -> list[Path]:
-    """Return the databases that were renamed from this path, oldest first."""
-    found = path.parent.glob(f"{path.name}.aside-*-*")
-    return sorted((file for file in found if _stamp(file)), key=_stamp)
-
-
-def _stamp(aside: Path) -> int:
-    """Return the time in a name, in nanoseconds; 0 for a log and for any other file."""
-    named = re.search(r"\.aside-([0-9]+)-[0-9]+$", aside.name)
-    return int(named[1]) if named else 0
+def aside(path: Path, log: str = "") -> Path:
+    """Return the path of the database that was renamed, or of one of its logs."""
+    return path.with_name(f"{path.name}.aside{log}")
 
 
 @contextlib.contextmanager

@@ -14,14 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import ValidationError, convert, json, to_builtins
+
 from safetune.errors import StoreError
 from safetune.frozen import dataclass
 from safetune.keys import encoding
-from safetune.store.local import documents
 from safetune.store.records import ChoiceRecord, KeyRecord, RecordedCall, TrialRecord
 
 if TYPE_CHECKING:
     import sqlite3
+
+#: msgspec looks at a type when it is first used, and two threads that do so at once would crash: it
+#: is used here, where the module's import lock keeps the others out.
+for _kind in (KeyRecord, TrialRecord, ChoiceRecord, RecordedCall):
+    json.Decoder(_kind)
 
 Scalar = str | int | float | None
 
@@ -72,7 +78,7 @@ class Table:
     def seal(self, record: Any) -> dict[str, Scalar]:
         """Return the row for a record; raises `RecordError`."""
         try:
-            plain = documents.to_builtins(record, builtin_types=(bytes, bytearray))
+            plain = to_builtins(record, builtin_types=(bytes, bytearray))
             data = {name: _as_json(name, value) for name, value in plain.items()}
             record = self._record(data)
             sealed = encoding.dumps({**data, "checksum": self.checksum(data)})
@@ -98,8 +104,8 @@ class Table:
     def _record(self, data: Any) -> Any:
         """Return the record that plain data describes; raises `ValueError`, which names a field."""
         try:
-            record: Any = documents.convert(data, self.kind)
-        except documents.ValidationError as error:
+            record: Any = convert(data, self.kind)
+        except ValidationError as error:
             reason, _, path = str(error).partition(" - at `$.")
             raise ValueError(f"{path[:-1]}: {reason}" if path else reason) from error
         for name, least in _LEAST.items():

@@ -1,14 +1,17 @@
 """The local store: outcomes and choices in one SQLite database that processes share.
 
-Statements are plain `sqlite3`, built once, and every write is one BEGIN IMMEDIATE transaction. A
-corrupt row counts as absent and is logged once. All methods raise only `StoreError` (`RecordError`
+Statements are plain `sqlite3`, built once, and every write is one BEGIN IMMEDIATE transaction. What
+only commands read, whole tables, is read with sqlite-utils, which a launch never imports. A corrupt
+row counts as absent and is logged once. All methods raise only `StoreError` (`RecordError`
 for a record that no store accepts); `lookup` shields a run from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +35,9 @@ from safetune.store.records import (
 if TYPE_CHECKING:
     import sqlite3
 
+    from sqlite_utils import Database
     from typing_extensions import Self
 
-    from safetune.store.local.reading import Reader
     from safetune.store.shared.layer import SharedLayer
 
 #: The origin of a choice that is not the record of a shared store: see `Store.origin`.
@@ -205,10 +208,8 @@ class Store:
         wanted = [row[name] for name in CHOICE.primary_key]
         with self.connection.transaction() as connection:
             self._restore_key(connection, row)
+            CHOICE.put_if_absent(connection, row)
             stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
-            if not stored:
-                CHOICE.insert(connection, row, "REPLACE")  # also over a row that is corrupt
-                stored = self._checked(connection, CHOICE, CHOICE.select_one, *wanted)
             if not stored:
                 raise Damaged("the row just written is missing")
         return stored[0]
@@ -222,7 +223,7 @@ class Store:
         """Return the current choices of a kernel on a device, one per key and config list."""
         wanted = (text(kernel_digest), text(device_digest))
         with self.connection.reading() as connection:
-            keys = self._fetch_keys(connection, _RELATED_KEYS, *wanted)
+            keys = _readable(self._fetch(connection, KEY, _RELATED_KEYS, *wanted))
             current = _first_of_lists(self._fetch(connection, CHOICE, _RELATED_CHOICES, *wanted))
         return [
             RelatedChoice(key.toolchain, key.call, choice)
@@ -240,7 +241,13 @@ class Store:
 
     def choices_of_lists(self, kernel_name: str | None = None) -> list[StoredChoice]:
         """Return the current choice of each key and list, a key's newest list first."""
-        return self._reader().choices(kernel_name)
+        found = self._all(CHOICE, kernel_name, "generation DESC, created DESC")
+        current = _first_of_lists(found)
+        return [
+            StoredChoice(key, choice)
+            for key in self.keys(kernel_name)
+            for choice in current.get(key.digest, {}).values()
+        ]
 
     def origin(self, choice: ChoiceRecord) -> str:
         """Return a choice's origin: its shared store, `IMPORTED` or `AGREED`; empty otherwise."""
@@ -258,11 +265,15 @@ class Store:
         self, kernel_name: str | None = None
     ) -> list[tuple[KeyRecord, list[TrialRecord]]]:
         """Return all keys, or one kernel's, with their trials of all generations."""
-        return self._reader().trials(kernel_name)
+        of_key: dict[str, list[TrialRecord]] = {}
+        for trial in self._all(TRIAL, kernel_name, "generation, rowid"):
+            of_key.setdefault(trial.key, []).append(trial)
+        keys = self.keys(kernel_name)
+        return [(key, in_flight.landed(of_key.get(key.digest, ()))) for key in keys]
 
     def keys(self, kernel_name: str | None = None) -> list[KeyRecord]:
-        """Return all keys, or one kernel's, by kernel name."""
-        return self._reader().keys(kernel_name)
+        """Return all keys, or one kernel's, by kernel name, with the last known file of each."""
+        return _with_known_files(_readable(self._all(KEY, kernel_name, "kernel_name, rowid")))
 
     def corrupt_rows(self) -> int:
         """Read everything; return how many rows were ignored as corrupt."""
@@ -271,7 +282,10 @@ class Store:
 
     def kernels(self) -> list[str]:
         """Return the names of all kernels with a key, sorted."""
-        return self._reader().kernels()
+        with self.tables() as database:
+            name = "kernel_name"
+            names = database["key"].rows_where(select=f"DISTINCT {name}", order_by=name)
+            return [str(row[name]) for row in names]
 
     def clear(self, kernel_name: str, digests: Collection[str] | None = None) -> int:
         """Delete a kernel's keys, or those with some digests, with their trials and choices.
@@ -302,7 +316,7 @@ class Store:
         Keeps one call per key: the first of the most completely described ones.
         """
         with self.connection.transaction() as connection:
-            known = self._call(connection, call.key)
+            known = CALL.find(connection, text(call.key))
             if known is None:
                 (found,) = connection.execute("SELECT count(*) FROM call").fetchone()
                 if found >= self.most_calls:
@@ -317,36 +331,35 @@ class Store:
         """Add to the counts of recorded calls; counts of other keys are dropped."""
         with self.connection.transaction() as connection:
             for count in counts:
-                if (known := self._call(connection, count.key)) is not None:
+                if (known := CALL.find(connection, text(count.key))) is not None:
                     counted = known.counted(known.count.plus(count))
                     CALL.upsert(connection, CALL.seal(counted))
 
-    def _call(self, connection: sqlite3.Connection, key: str) -> RecordedCall | None:
-        found = self._fetch(connection, CALL, CALL.select_one, text(key))
-        return found[0] if found else None
-
     def calls(self) -> list[RecordedCall]:
         """Return the recorded calls in order."""
-        return self._reader().calls()
+        return self._all(CALL)
 
-    def _reader(self) -> Reader:
-        from safetune.store.local.reading import Reader  # imports sqlite-utils
+    @contextlib.contextmanager
+    def tables(self) -> Iterator[Database]:
+        """Yield the tables of the database, for commands; raises `StoreError`."""
+        from sqlite_utils import Database
 
-        return Reader(self.connection, self._report_corrupt)
+        with self.connection.reading() as sqlite:
+            yield Database(sqlite, recursive_triggers=False, execute_plugins=False)
+
+    def _all(self, table: Table, kernel: str | None = None, order_by: str = "rowid") -> list[Any]:
+        """All sound records of a table, or those of one kernel's keys."""
+        of_kernel = "kernel_name = ?" if table is KEY else f"key IN ({_OF_KERNEL})"
+        where, given = (None, []) if kernel is None else (of_kernel, [text(kernel)])
+        columns = ", ".join(["record", *table.primary_key])
+        with self.tables() as database:
+            found = database[table.name].rows_where(where, given, order_by, columns)
+            return list(table.sound([(*row.values(),) for row in found], self._report_corrupt))
 
     def _restore_key(self, connection: sqlite3.Connection, row: dict[str, Scalar]) -> None:
         """Write a key again that `safetune clear` deleted while this process was tuning it."""
         if known := self._put_keys.get(str(row["key"])):
             KEY.insert(connection, known, "IGNORE")
-
-    def _fetch_keys(
-        self, connection: sqlite3.Connection, statement: str, *parameters: Scalar
-    ) -> list[Any]:
-        """The keys that a reader can use."""
-        from safetune.store import schema  # not needed to launch a stored choice
-
-        found = self._fetch(connection, KEY, statement, *parameters)
-        return list(filter(schema.is_readable, found))
 
     def _fetch(
         self, connection: sqlite3.Connection, table: Table, statement: str, *parameters: Scalar
@@ -399,3 +412,20 @@ def _first_of_lists(choices: Iterable[ChoiceRecord]) -> dict[str, dict[str, Choi
     for choice in choices:
         first.setdefault(choice.key, {}).setdefault(choice.declared, choice)
     return first
+
+
+def _readable(keys: Iterable[KeyRecord]) -> list[KeyRecord]:
+    """The keys that a reader can use."""
+    from safetune.store import schema  # not needed to launch a stored choice
+
+    return list(filter(schema.is_readable, keys))
+
+
+def _with_known_files(keys: Sequence[KeyRecord]) -> list[KeyRecord]:
+    """The keys with the last known file of their kernels: an imported one has none."""
+    last = {(key.kernel_name, key.kernel_digest): key for key in keys if key.kernel_file}
+    known = [last.get((key.kernel_name, key.kernel_digest), key) for key in keys]
+    return [
+        replace(key, kernel_file=other.kernel_file, kernel_line=other.kernel_line)
+        for key, other in zip(keys, known, strict=True)
+    ]

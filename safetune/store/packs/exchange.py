@@ -23,7 +23,6 @@ from safetune.store.packs.packs import (
     checked,
     name_of,
     read_pack,
-    sync_directory,
     written_beside,
 )
 from safetune.store.records import StoredChoice, TrialRecord, wins
@@ -136,7 +135,6 @@ def write(path: Path, text: str) -> None:
         with written_beside(path, text.encode()) as new:
             new.chmod(0o644)  # to be reviewed, and read by other users of a container
             new.replace(path)
-        sync_directory(path.parent)
     except OSError as error:
         raise PackError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -78,16 +78,6 @@ def written_beside(path: Path, data: bytes) -> Iterator[Path]:
             temporary.unlink()
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut, if its file system supports that."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def shipped() -> Path | None:
     """Return the directory of the packs installed with safetune; None without one."""
     spec = importlib.util.find_spec("safetune.cache")

@@ -50,9 +50,7 @@ INSERT INTO safetune.choice (namespace, key, declared, generation, kernel, recor
 VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING
 """
 _OF_NAME = "namespace = %s AND key = %s AND declared = %s AND generation = %s"
-_BEGINNING = f"left(record, {MAX_BYTES + 1})"
-_SELECT = f"SELECT {_BEGINNING} FROM safetune.choice WHERE {_OF_NAME}"
-_REPLACE = f"UPDATE safetune.choice SET record = %s WHERE {_OF_NAME} AND {_BEGINNING} = %s"
+_SELECT = f"SELECT left(record, {MAX_BYTES + 1}) FROM safetune.choice WHERE {_OF_NAME}"
 _NAMES = "SELECT key, declared, generation FROM safetune.choice WHERE namespace = %s"
 _PULL = f"""
 SELECT record FROM safetune.choice
@@ -80,11 +78,6 @@ UPDATE safetune.lease SET expires = {_EXPIRY}
 WHERE key = %s AND owner = %s AND expires >= clock_timestamp()
 """
 _RELEASE = "UPDATE safetune.lease SET expires = '-infinity' WHERE key = %s AND owner = %s"
-#: Rows of keys that no node tunes any more; not one that another node is deleting now.
-_PRUNE = """
-DELETE FROM safetune.lease WHERE key IN (SELECT key FROM safetune.lease
-WHERE expires < clock_timestamp() - interval '1 day' FOR UPDATE SKIP LOCKED)
-"""
 
 #: The number of the advisory lock of who makes the tables: "safetune" in ASCII.
 _MAKING = 0x7361666574756E65
@@ -197,8 +190,6 @@ class Postgres:
         with self.writing() as connection:
             if not connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone():
                 return None
-            with contextlib.suppress(errors.InsufficientPrivilege), connection.transaction():
-                connection.execute(_PRUNE)
         return PostgresLease(self.again, key, node, self._lease_s)
 
     def again(self) -> Postgres:
@@ -274,13 +265,8 @@ def _publish(
     key = (namespace, *name)
     kernel = record.key.kernel_name.encode("ascii", "backslashreplace").decode()
     connection.execute(_INSERT, (*key, kernel, text))  # ASCII, which a database of any encoding has
-    for _ in range(2):
-        row = connection.execute(_SELECT, key).fetchone()
-        if row and (stored := decoded(row[0], namespace, name)):
-            return stored
-        if row:  # the stored row is not a record; the first to replace it wins
-            connection.execute(_REPLACE, (text, *key, row[0]))
-    return record
+    row = connection.execute(_SELECT, key).fetchone()
+    return (row and decoded(row[0], namespace, name)) or record
 
 
 def _has_tables(connection: psycopg.Connection[Any]) -> bool:

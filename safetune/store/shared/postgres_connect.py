@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
-from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Conninfo
 
@@ -47,17 +46,14 @@ def connect(
     # What a PG* variable or a service file sets.
     given |= {o.keyword.decode() for o in Conninfo.get_defaults() if o.val != o.compiled}
     options: dict[str, Any] = {n: v for n, v in _DEFAULTS.items() if n not in given}
-    options["client_encoding"] = "SQL_ASCII"  # not converted, which may fail: we write ASCII
+    options["client_encoding"] = "UTF8"  # also if the database has none, as under LANG=C
     for last in tries(for_s, *_PAUSES_S, clock):
         try:
             # No prepared statements: a pooler may give each transaction another server process.
-            connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
+            return psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
         except psycopg.OperationalError as error:
             if last or _was_answered(error):
                 raise
-        else:
-            connection.adapters.register_loader("text", _Text)
-            return connection
     raise AssertionError("the last try returns or raises")
 
 
@@ -69,10 +65,3 @@ def is_for_now(error: BaseException) -> bool:
 def _was_answered(error: psycopg.OperationalError) -> bool:
     asked = error.pgconn is not None and (error.pgconn.used_password or error.pgconn.needs_password)
     return asked or "FATAL" in str(error) or is_for_now(error)
-
-
-class _Text(Loader):
-    """Text of a database of any encoding, in which anything may have been written."""
-
-    def load(self, data: Any) -> str:
-        return bytes(data).decode("utf-8", "replace")

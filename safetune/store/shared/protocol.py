@@ -10,7 +10,7 @@ separate thread, so that a run never waits long for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from safetune.errors import PackError, StoreError
 from safetune.keys import encoding
@@ -19,9 +19,6 @@ from safetune.store.local.rows import RecordError
 from safetune.store.records import FORMAT as FORMAT
 from safetune.store.records import StoredChoice
 from safetune.store.records import namespace as namespace
-
-if TYPE_CHECKING:
-    from safetune.keys.tuning_key import TuningKey
 
 #: A record has about 1 KB; more than this is not a choice.
 MAX_BYTES = 64 << 10
@@ -38,11 +35,6 @@ class Name(NamedTuple):
 def name_of(stored: StoredChoice) -> Name:
     """Return the name of a choice's record."""
     return Name(stored.choice.key, stored.choice.declared, stored.choice.generation)
-
-
-def space_of(key: TuningKey) -> str:
-    """Return the namespace of a key."""
-    return namespace(key.device.record(), key.toolchain.record())
 
 
 def encode(stored: StoredChoice) -> str:

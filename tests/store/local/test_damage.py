@@ -8,11 +8,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from safetune.errors import StoreWarning
 from safetune.keys import encoding
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.local import documents, rows
+from safetune.store.local import rows
 from safetune.store.lookup import GuardedStore
 
 
@@ -96,7 +97,7 @@ def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):
         (rows.CHOICE, records.choice(), ("config", [1])),
     ):
         row = table.seal(record)
-        data = {**encoding.loads(row["record"]), name: documents.to_builtins(value)}
+        data = {**encoding.loads(row["record"]), name: to_builtins(value)}
         del data["checksum"]
         row["record"] = encoding.dumps({**data, "checksum": table.checksum(data)})
         with store.connection.transaction() as connection:

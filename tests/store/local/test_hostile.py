@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from safetune import safetune
 from safetune.cli.stored import newest_rows
@@ -26,7 +27,6 @@ from safetune.miss.resolve import Miss, stored
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store import lookup
-from safetune.store.local import documents
 from safetune.store.local.rows import CHOICE, KEY, TRIAL, Table
 from safetune.store.packs import exchange, packs
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
@@ -96,7 +96,7 @@ def row_of(table: Table) -> st.SearchStrategy[dict[str, Any]]:
     """Documents that are nearly right: each field is what it should be, or anything at all."""
     right = {"config": configs, "generation": st.integers(1, 3), "call": calls}
     right["config_digest"] = st.sampled_from(DIGESTS)
-    data = documents.to_builtins(RIGHT[table.name])
+    data = to_builtins(RIGHT[table.name])
     return st.fixed_dictionaries(
         {name: st.just(data[name]) | right.get(name, names) | anything for name in data}
     )
@@ -164,7 +164,7 @@ def put(opened: lookup.Lookup, **changes: Any) -> None:
     connection = sqlite3.connect(opened.store.path)
     with connection:
         connection.execute("DELETE FROM choice")
-        insert(connection, CHOICE, {**documents.to_builtins(CHOICE_RECORD), **changes})
+        insert(connection, CHOICE, {**to_builtins(CHOICE_RECORD), **changes})
     connection.close()
 
 
@@ -213,7 +213,7 @@ def test_a_verdict_of_a_newer_version_is_kept_and_never_chosen(tmp_path, caplog)
         config = config_record(REQUEST.configs[index])
         trial = TrialRecord(REQUEST.key.digest, DIGESTS[index], config, 1, outcome, 1.0)
         with connection:
-            data = documents.to_builtins(trial)
+            data = to_builtins(trial)
             data["outcome"]["verdict"] = verdict
             insert(connection, TRIAL, data)
     before = connection.execute("SELECT * FROM trial ORDER BY rowid").fetchall()
@@ -237,7 +237,7 @@ def test_a_key_of_a_number_of_any_size(opened, number: str) -> None:
     connection = sqlite3.connect(opened.store.path)
     with connection:
         call = json.loads(CALL.replace("64", number))
-        data = documents.to_builtins(KeyRecord.of(REQUEST.key)) | {"digest": "other", "call": call}
+        data = to_builtins(KeyRecord.of(REQUEST.key)) | {"digest": "other", "call": call}
         insert(connection, KEY, data)
     connection.close()
     assert candidates.fallback(REQUEST, opened.store) is REQUEST.configs[1]

@@ -16,10 +16,10 @@ from safetune.config import config_digest, config_record
 from safetune.errors import Busy, StoreWarning
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.lookup import GuardedStore
-from safetune.store.records import ChoiceRecord, StoredChoice
+from safetune.store.records import ChoiceRecord, StoredChoice, space_of
 from safetune.store.shared.files import Directory
 from safetune.store.shared.postgres import Postgres
-from safetune.store.shared.protocol import NoLease, SharedStore, space_of
+from safetune.store.shared.protocol import NoLease, SharedStore
 from safetune.tuning import single_flight
 from safetune.tuning.requests import Plan, TuningRequest
 from safetune.tuning.single_flight import Election, WaitBudget, elect, elect_cluster

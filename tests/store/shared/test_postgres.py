@@ -271,18 +271,6 @@ class TestEncodings:
                 "add_kernel",
             }
 
-    def test_bytes_that_are_not_text_are_a_miss(self, encoded: str) -> None:
-        with closing(Postgres(encoded)) as store:
-            store.publish(SPACE, [stored(number) for number in range(3)])
-            with psycopg.connect(encoded, autocommit=True, client_encoding="LATIN1") as connection:
-                for column, number in (("record", 0), ("key", 1)):
-                    connection.execute(
-                        f"UPDATE safetune.choice SET {column} = '\xff' WHERE key = %s",
-                        (key(number).digest,),
-                    )
-            names = store.names(SPACE)
-            assert [found.choice.key for found in store.pull(SPACE, names)] == [key(2).digest]
-
 
 class TestConnecting:
     def test_a_wrong_password_is_sent_once(self, server: Any, proxy: Any) -> None:
@@ -351,32 +339,7 @@ def test_a_role_that_may_not_read_is_told_so(database: str, shared: Postgres) ->
     execute(database, f"DROP ROLE {role}")
 
 
-def test_leases_of_keys_that_nobody_tunes_any_more_go(database: str, shared: Postgres) -> None:
-    for number in range(5):
-        lease = shared.lease(f"key {number}", "node")
-        assert lease is not None
-        lease.release()
-    execute(database, "UPDATE safetune.lease SET expires = now() - interval '2 days'")
-    shared.lease("another key", "node")
-    assert execute(database, "SELECT key FROM safetune.lease") == [("another key",)]
-
-
-def test_a_role_that_may_not_delete_takes_leases(database: str, shared: Postgres) -> None:
-    shared.publish(SPACE, [stored()])
-    role = f"role_{os.urandom(6).hex()}"
-    tables = "ON ALL TABLES IN SCHEMA safetune"
-    execute(
-        database,
-        f"CREATE ROLE {role} LOGIN; GRANT USAGE ON SCHEMA safetune TO {role}; "
-        f"GRANT SELECT, INSERT, UPDATE {tables} TO {role}",
-    )
-    with closing(Postgres(database.replace("//postgres@", f"//{role}@"))) as store:
-        assert store.lease("key", "node") is not None
-        assert store.lease("key", "another node") is None
-    execute(database, f"DROP OWNED BY {role}; DROP ROLE {role}")
-
-
-def test_a_row_of_any_size_is_a_miss_and_is_replaced(database: str, shared: Postgres) -> None:
+def test_a_row_of_any_size_is_a_miss(database: str, shared: Postgres) -> None:
     shared.publish(SPACE, [stored()])
     execute(database, "UPDATE safetune.choice SET record = repeat('x', 30000000)")
     assert shared.publish(SPACE, [stored(0, 128)]) == [stored(0, 128)]

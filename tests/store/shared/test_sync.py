@@ -19,9 +19,8 @@ from safetune.keys import encoding
 from safetune.miss.sync import Launched
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.store.records import KeyRecord, StoredChoice
+from safetune.store.records import KeyRecord, StoredChoice, space_of
 from safetune.store.shared.files import Directory
-from safetune.store.shared.protocol import space_of
 
 from . import conftest as make
 from .conftest import Children

@@ -17,6 +17,7 @@ from pathlib import Path
 import sqlite_utils.migrations  # noqa: F401 - imported before the forks
 from tally import ROOT, Tally, choice, fault, filled, run, trial
 
+from safetune.store.local import db_files
 from safetune.store.local.db_files import DATABASE_NAME
 from safetune.store.local.locks import try_lock
 from safetune.store.local.store import Store
@@ -91,8 +92,7 @@ def damaged_at_once(place: Path, times: int) -> Tally:
         path = filled(place / str(number))
         path.write_bytes(os.urandom(9000))
         _together(tally, "opening", 32, functools.partial(_go_on, path.parent))
-        aside = [each for each in path.parent.iterdir() if ".aside-" in each.name]
-        tally.expect(len(aside) == 1, f"{len(aside)} were moved aside")
+        tally.expect(db_files.aside(path).exists(), "it was not moved aside")
         tally.lost += 32 - len(run(path.parent, range(32)).found)
     return tally
 

@@ -192,8 +192,8 @@ def judge(tally: Tally, what: str, directory: Path, count: int = 40, told: bool 
     for number, record in done.found.items():
         tally.expect(record == choice(number), f"{what}: another choice for key {number}")
     tally.expect(done.goes_on, f"{what}: the run does not go on")
-    aside = db_files.moved(directory / DATABASE_NAME)
-    named = [path for path in aside if any(str(path) in text for text in done.warnings)]
+    aside = db_files.aside(directory / DATABASE_NAME)
+    named = aside.exists() and any(str(aside) in text for text in done.warnings)
     tally.expect(len(done.warnings) <= 1, f"{what}: {len(done.warnings)} warnings: {done.warnings}")
     if told and not named and not done.log and not done.in_memory:
         tally.lost += count - len(done.found)
