@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from typing import Any
 
 import click
@@ -26,13 +25,14 @@ from safetune.cli import (  # noqa: F401 - each declares its commands
     verify,
     warm,
 )
-from safetune.cli.command import ARGUMENTS, COMMANDS, DEBUG, debug_option, examples
+from safetune.cli.command import ARGUMENTS, COMMANDS, debug_option, examples
 from safetune.cli.emit import AS_JSON, PRINTED, print_json
 from safetune.cli.output import (
     describe,
     echo,
     forget_bad_width,
     open_closed_streams,
+    show_traceback,
     version_of,
     warnings_as_lines,
 )
@@ -93,9 +93,7 @@ class _Group(click.Group):
             sys.exit(INTERRUPTED)
         except Exception as error:
             _print_error(context, error, describe(error))
-            if context.meta.get(DEBUG):
-                traceback.print_exc()
-            else:
+            if not show_traceback():
                 echo(f"Error: {describe(error)}", err=True)
             sys.exit(1 if isinstance(error, NoWorkingConfig) else 2)
 

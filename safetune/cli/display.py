@@ -1,7 +1,7 @@
 """The progress of a sweep, in all its processes.
 
-A tuning process shows its own progress. A worker reports the number of configs that it has tried to
-its parent, which shows the progress of all workers.
+A tuning process shows its own progress. A worker tells its parent how many configs it has tried,
+and the parent shows the progress of all workers.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ class Sweep:
         self._most_s, self._clock, self._started = most_s, clock, clock()
         self._planned: Counts = {}
         self._told: dict[str, Event] = {}  # by each worker: how many it tried, and how many failed
-        self._ended = self._measured = 0  # tunings, and the configs that this process tried in them
-        self._bad = 0  # of these
-        self._name, self._key, self._number = "", "", 0
+        self._ended = self._tried = self._failed = 0  # tunings, and the configs in them
+        self._name = self._key = ""
         self._tally: Tally | None = None  # of the tuning, once it has begun
 
-    def take(self, name: str, event: Event) -> None:
-        """Record a worker's message."""
+    def take(self, event: Event, name: str = "") -> None:
+        """Record the plan of this process, or an event of a worker."""
         for key, (tunings, new) in event.get("plan", {}).items():
             known = self._planned.get(key, (0, 0))[1]  # a later plan finds more stored
             self._planned = {**self._planned, key: (tunings, max(known, new))}
@@ -62,14 +61,9 @@ class Sweep:
             self._told = {**self._told, name: event}
         self._ended += "facts" in event
 
-    def plan(self, counts: Counts) -> None:
-        """Record the work of this process."""
-        self._planned = counts
-
     def begin(self, kernel: str, key: str) -> None:
         """Start the next tuning."""
-        self.end()
-        self._number, self._name, self._key = self._number + 1, kernel, key
+        self._name, self._key = kernel, key
 
     def watch(self, tally: Tally) -> None:
         """Show the tally of the tuning."""
@@ -77,19 +71,16 @@ class Sweep:
 
     def end(self) -> None:
         """The tuning is over; the next one may have to wait."""
-        self._measured, self._bad = self.tried, self.failed
-        self._ended += bool(self._name)
+        self._tried, self._failed = self.tried.values()
+        self._ended += 1
         self._name, self._tally = "", None
 
     @property
-    def tried(self) -> int:
-        """The configs that this process has tried in all."""
-        return self._measured + (self._tally.done if self._tally else 0)
-
-    @property
-    def failed(self) -> int:
-        """The number of them that failed."""
-        return self._bad + (self._tally.failed if self._tally else 0)
+    def tried(self) -> Event:
+        """How many configs this process has tried in all, and how many of them failed."""
+        tally = self._tally
+        tried, failed = (tally.done, tally.failed) if tally else (0, 0)
+        return {"tried": self._tried + tried, "failed": self._failed + failed}
 
     @property
     def stuck_after_s(self) -> float:
@@ -102,7 +93,7 @@ class Sweep:
     @property
     def steps(self) -> tuple[object, ...]:
         """A value that changes with every event."""
-        return self._number, self._name, self._tally and self._tally.steps
+        return self._ended, self._name, self._tally and self._tally.steps
 
     def how_far(self) -> HowFar | None:
         """Return the progress of all tunings, with the best time of the current one.
@@ -115,16 +106,17 @@ class Sweep:
             return None
         planned, tally = self._planned.values(), self._tally
         tunings, new = sum(tunings for tunings, _ in planned), sum(new for _, new in planned)
-        tried = min(self.tried + sum(event["tried"] for event in self._told.values()), new)
+        events = [self.tried, *self._told.values()]
+        tried = min(sum(event["tried"] for event in events), new)
         seconds = self._clock() - self._started
         name, key = f"{self._ended}/{tunings} tunings", ""
         if self._name:
-            name, key = f"{self._number}/{tunings} {self._name}", self._key
+            name, key = f"{self._ended + 1}/{tunings} {self._name}", self._key
         return HowFar(
             name,
             tried,
             new,
-            self.failed + sum(event["failed"] for event in self._told.values()),
+            sum(event["failed"] for event in events),
             tally.best_ms if tally else math.inf,
             tally.first_ms if tally else math.inf,
             seconds,
@@ -158,6 +150,6 @@ class Teller:
         now, steps = self._clock(), self._sweep.steps
         if steps != self._steps:
             self._steps, self._changed_at = steps, now
-            self._tell({"tried": self._sweep.tried, "failed": self._sweep.failed})
+            self._tell(self._sweep.tried)
         elif now - self._changed_at > self._sweep.stuck_after_s:
             self._end(now - self._changed_at)

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from safetune.cli.command import DEBUG
 from safetune.errors import PhantomKeyWarning, SafetuneError
 from safetune.keys.encoding import visible
 from safetune.messages import counted as counted
@@ -48,6 +49,15 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SafetuneError):
         return one_line(str(error))
     return f"{typed(error)}{location_of(error)}; --debug shows the traceback"
+
+
+def show_traceback() -> bool:
+    """Print the traceback of the error that is being handled, if the command was given --debug."""
+    context = click.get_current_context(silent=True)
+    if context is None or not context.meta.get(DEBUG):
+        return False
+    traceback.print_exc()
+    return True
 
 
 def typed(error: BaseException) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from safetune.cli.display import counts_of
 from safetune.cli.emit import emit
@@ -14,150 +15,129 @@ from safetune.errors import NoWorkingConfig, SafetuneError
 from safetune.outcome import Mark, Outcome
 from safetune.show.choices import Row, Summary, failures, summary_blocks, trial_blocks
 from safetune.show.tables import Block, heading
-from safetune.show.words import config_words, date, left_out_data, origin_words, outcome_data
+from safetune.show.words import config_words, date, origin_words, outcome_data
 from safetune.store.schema import time_text
 
 if TYPE_CHECKING:
     from triton import Config
 
     from safetune.offline.plan import Planned
+    from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import Task
     from safetune.tuning.requests import TuningResult
 
 OF_TITLE = ("kernel", "shape", "dtype")
 
 
-class Report:
-    """The finished tunings, printed at the end: for each its facts, and a row for each config.
+def planned_event(tunings: Sequence[Planned], left_out: Sequence[LeftOut]) -> Event:
+    """Return the work of a process, and the recorded calls that are not tuned."""
+    names = ("words", "reason", "failed")
+    left = [{name: getattr(each, name) for name in names} for each in left_out]
+    return {"plan": counts_of(tunings), "left_out": left}
 
-    With `everything`, prints every config. A worker has a function that reports to its parent.
+
+def tuned_event(planned: Planned, result: TuningResult) -> Event:
+    """Return a finished tuning."""
+    from safetune.config import config_record
+    from safetune.offline.tasks import open_tuning_store
+
+    stored, config = result.stored, config_record(result.choice)
+    facts = {
+        "choice": config_words(config),
+        "disputed": stored.dispute,
+        "pinned": stored.pinned,
+        "created": stored.created,
+        "phases": dict(result.phases),
+        "config": config,
+        "median_ms": stored.median_ms,
+        "origin": open_tuning_store().origin(stored),
+    }
+    return _event(planned, facts, result.outcomes, result.measured, result.choice)
+
+
+def failed_event(planned: Planned, task: Task, error: NoWorkingConfig) -> Event:
+    """Return a tuning without a working config."""
+    from safetune.config import config_text
+
+    declared = {config_text(config): config for config in task.kernel.tuner.configs}
+    outcomes = [(declared[text], o) for text, o in error.outcomes if text in declared]
+    facts: dict[str, Any] = {"choice": None, "disputed": "", "created": None, "phases": {}}
+    return _event(planned, facts, outcomes, error.measured)
+
+
+def not_begun_event(planned: Planned, error: Exception) -> Event:
+    """Return a tuning that could not begin."""
+    return {"not_begun": {**_title(planned), "key": planned.key, "reason": describe(error)}}
+
+
+def _title(planned: Planned) -> dict[str, str]:
+    return {name: getattr(planned, name) for name in OF_TITLE}
+
+
+def _event(
+    planned: Planned,
+    facts: Mapping[str, Any],
+    outcomes: Iterable[tuple[Config, Outcome]],
+    measured: int,
+    choice: Config | None = None,
+) -> Event:
+    from safetune.config import config_record
+
+    rows = []
+    for number, (config, outcome) in enumerate(outcomes):  # in the order of the declared ones
+        marked = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (number == 0))
+        rows.append(Row(config_record(config), marked, config is choice))
+    names = {**_title(planned), "device": planned.request.key.device.name, "key": planned.key}
+    return {"facts": {**names, "measured": measured, **facts}, "trials": rows}
+
+
+class Report:
+    """The events of all tunings; at the end it prints for each its facts and a row per config.
+
+    With `everything`, prints every config.
     """
 
-    def __init__(
-        self,
-        allow_disputed: bool,
-        everything: bool = False,
-        tell: Callable[[Event], None] | None = None,
-    ) -> None:
+    def __init__(self, allow_disputed: bool, everything: bool = False) -> None:
         self._allow_disputed = allow_disputed
         self._everything = everything
-        self.tell = tell
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         #: Recorded calls, each in `words`, with the `reason`, and whether they `failed`.
-        self.left_out: list[Any] = []
+        self.left_out: list[dict[str, Any]] = []
         self.left = 0  # to other processes, which tune them
         self.not_begun: list[dict[str, str]] = []
 
-    def begin(self, tunings: Sequence[Planned]) -> None:
-        """Record the planned tunings, and the recorded calls that are not among them."""
-        if self.tell is not None:
-            names = ("words", "reason", "failed")
-            left_out = [{name: getattr(left, name) for name in names} for left in self.left_out]
-            self.tell({"plan": counts_of(tunings), "left_out": left_out})
-        elif tunings:  # it may take hours until the end says it
-            _tell_left_out(self.left_out)
-
-    def take(self, name: str, event: Event) -> None:
-        """Record a worker's message."""
-        if "plan" in event:
-            told = [SimpleNamespace(**each) for each in event["left_out"]]
-            _tell_left_out(left for left in told if left not in self.left_out)
-            self.left_out = told
+    def take(self, event: Event, name: str = "") -> None:
+        """Record an event of this process, or of a worker with a name; print what cannot wait."""
+        for left in event.get("left_out", ()):  # it may take hours until the end says it
+            if left not in self.left_out:
+                echo(_left_out_words(left), err=True)
+                self.left_out.append(left)
         self.left += "left" in event
         if "not_begun" in event:
             self.not_begun.append(event["not_begun"])
-        if "facts" not in event:
-            return
-        import msgspec
-
-        facts = event["facts"]
-        rows = [Row(c, msgspec.convert(o, Outcome), chosen) for c, o, chosen in event["trials"]]
-        self.tuned.append((facts, rows))
-        words = "  ".join(facts[each] for each in (*OF_TITLE, "choice") if facts[each])
-        news = _news(facts) or f"{facts['measured']} measured"
-        echo(f"{name}: {words}  ({news})", err=True)
-
-    def add(self, planned: Planned, result: TuningResult) -> None:
-        """Note a finished tuning."""
-        from safetune.config import config_record
-        from safetune.offline.tasks import open_tuning_store
-
-        stored, config = result.stored, config_record(result.choice)
-        facts = {
-            "choice": config_words(config),
-            "disputed": stored.dispute,
-            "pinned": stored.pinned,
-            "created": stored.created,
-            "phases": dict(result.phases),
-            "config": config,
-            "median_ms": stored.median_ms,
-            "origin": open_tuning_store().origin(stored),
-        }
-        self._add(planned, facts, result.outcomes, result.measured, result.choice)
-
-    def add_failed(self, planned: Planned, task: Task, error: NoWorkingConfig) -> None:
-        """Note a tuning without a working config."""
-        from safetune.config import config_text
-
-        declared = {config_text(config): config for config in task.kernel.tuner.configs}
-        outcomes = [(declared[text], o) for text, o in error.outcomes if text in declared]
-        facts: dict[str, Any] = {"choice": None, "disputed": "", "created": None, "phases": {}}
-        self._add(planned, facts, outcomes, error.measured)
-
-    def add_not_begun(self, planned: Planned, error: Exception) -> None:
-        """Note a tuning that could not begin."""
-        reason = describe(error)
-        echo(f"not tuned: {planned.words}: {reason}", err=True)
-        names = {name: getattr(planned, name) for name in OF_TITLE}
-        self.not_begun.append({**names, "key": planned.key, "reason": reason})
-        if self.tell is not None:
-            self.tell({"not_begun": self.not_begun[-1]})
-
-    def add_left(self) -> None:
-        """Note a key that another process tunes."""
-        self.left += 1
-        if self.tell is not None:
-            self.tell({"left": 1})
+            words = " ".join(event["not_begun"][each] for each in OF_TITLE)
+            echo(f"not tuned: {words}: {event['not_begun']['reason']}", err=True)
+        if "facts" in event:
+            self.tuned.append((event["facts"], msgspec.convert(event["trials"], list[Row])))
+            if name:
+                _tell_tuned(name, event["facts"])
 
     def check_begun(self) -> None:
-        """Raise `SafetuneError` if no worker could begin a tuning."""
+        """Raise `SafetuneError` if a tuning could not begin."""
         if words := [" ".join(map(told.__getitem__, OF_TITLE)) for told in self.not_begun]:
             raise SafetuneError(
                 f"{counted(len(words), 'tuning')} could not start, for the reasons above: "
                 f"{', '.join(words)}; all others are done and stored"
             )
 
-    def _add(
-        self,
-        planned: Planned,
-        facts: Mapping[str, Any],
-        outcomes: Iterable[tuple[Config, Outcome]],
-        measured: int,
-        choice: Config | None = None,
-    ) -> None:
-        from safetune.config import config_record
-
-        rows = []
-        names = {name: getattr(planned, name) for name in OF_TITLE}
-        names |= {"device": planned.request.key.device.name, "key": planned.key}
-        for number, (config, outcome) in enumerate(outcomes):  # in the order of the declared ones
-            marked = outcome.unmarked(Mark.FIRST).with_marks([Mark.FIRST.value] * (number == 0))
-            rows.append(Row(config_record(config), marked, config is choice))
-        of_tuning = {**names, "measured": measured, **facts}
-        self.tuned.append((of_tuning, rows))
-        if self.tell is not None:
-            trials = [[row.config, outcome_data(row.outcome), row.chosen] for row in rows]
-            self.tell({"facts": of_tuning, "trials": trials})
-
     def print(self) -> int:
-        """Print everything, in a worker nothing; return the exit code."""
+        """Print everything; return the exit code."""
         tunings = [tuning for tuning, _ in self.tuned]
         failed = sum(tuning["choice"] is None for tuning in tunings)
-        refused = any(left.failed for left in self.left_out)
+        refused = any(left["failed"] for left in self.left_out)
         disputed = sum(bool(tuning["disputed"]) for tuning in tunings)
         nothing = self.left_out and not tunings
-        if self.tell is None:
-            emit(self._data(), self._blocks(failed, disputed))
+        emit(self._data(), self._blocks(failed, disputed))
         wrong = failed or refused or nothing or (disputed and not self._allow_disputed)
         return 1 if wrong else 0
 
@@ -181,7 +161,9 @@ class Report:
             "tunings": tunings,
             "trials": trials,
             "not_begun": self.not_begun,
-            "left_out": left_out_data(self.left_out),
+            "left_out": [
+                {"call": left["words"], "reason": left["reason"]} for left in self.left_out
+            ],
         }
 
     @property
@@ -206,7 +188,7 @@ class Report:
             yield f"configs that failed: {causes}{hint}"
         known = sum(bool(_news(tuning)) for tuning, _ in self.tuned)
         stored = sum(not (tuning["choice"] or tuning["measured"]) for tuning, _ in self.tuned)
-        not_begun = len(self.not_begun) + sum(left.failed for left in self.left_out)
+        not_begun = len(self.not_begun) + sum(left["failed"] for left in self.left_out)
         yield (
             f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
             + (f", {known} already tuned (--force to measure again)" if known else "")
@@ -219,13 +201,14 @@ class Report:
         yield from map(_left_out_words, self.left_out)
 
 
-def _left_out_words(left: Any) -> str:
-    return f"not tuned: {left.words}: {left.reason}"
+def _left_out_words(left: Mapping[str, Any]) -> str:
+    return f"not tuned: {left['words']}: {left['reason']}"
 
 
-def _tell_left_out(left_out: Iterable[Any]) -> None:
-    for left in left_out:
-        echo(_left_out_words(left), err=True)
+def _tell_tuned(name: str, facts: Mapping[str, Any]) -> None:
+    words = "  ".join(facts[each] for each in (*OF_TITLE, "choice") if facts[each])
+    news = _news(facts) or f"{facts['measured']} measured"
+    echo(f"{name}: {words}  ({news})", err=True)
 
 
 def _all_blocks(tuning: Mapping[str, Any], rows: list[Row]) -> Iterator[Block]:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,17 @@ import click
 
 from safetune.cli import targets, workers
 from safetune.cli.command import ARGUMENTS, Number, command
-from safetune.cli.display import LOOK_S, Sweep, Teller, counts_of
+from safetune.cli.display import LOOK_S, Sweep, Teller
 from safetune.cli.emit import wants_json
-from safetune.cli.output import echo, prints_to_stderr
+from safetune.cli.output import echo, prints_to_stderr, show_traceback
 from safetune.cli.plan import print_plan
-from safetune.cli.report import Report
+from safetune.cli.report import (
+    Report,
+    failed_event,
+    not_begun_event,
+    planned_event,
+    tuned_event,
+)
 from safetune.cli.stored import check_writable
 from safetune.errors import (
     Busy,
@@ -114,31 +119,30 @@ def tune_command(**given: Any) -> None:
     # A cluster may have GPUs where this machine has none.
     switched = not (options.ray and elsewhere) and targets.use_interpreter_without_gpu()
     devices = targets.devices_of(options.devices) if options.devices else {}
-    tell = parent.tell if parent else None
-    report = Report(options.allow_disputed, options.everything, tell)
+    report = Report(options.allow_disputed, options.everything)
+    left_out: list[LeftOut] = []
     try:
         if elsewhere:
             _tell_switched(switched)
             _tune_elsewhere(options, devices, report)
             sys.exit(report.print())
         with prints_to_stderr():
-            sketches = _asked_for(options, report.left_out)
+            sketches = _asked_for(options, left_out)
             _tell_switched(switched)
             if not options.dry_run:
                 check_writable()
             plan = _planned(shard.of(sketches), options)
             if not options.dry_run:
-                failed = _tune_all(plan, options, parent, report)
+                _tune_all(plan, left_out, options, parent, report)
                 _check_written()
-                if failed and parent is None:  # a worker has told its parent
-                    raise failed[0]
+                report.check_begun()
     except Exception:
         if report.tuned or report.left_out or report.not_begun:
             report.print()
         raise
     if options.dry_run:
-        print_plan(plan, report.left_out)
-    else:
+        print_plan(plan, left_out)
+    elif parent is None:
         sys.exit(report.print())
 
 
@@ -265,15 +269,19 @@ def _tune_elsewhere(
     sweep = Sweep(_most_s(options))
     with prints_to_stderr(), _showing(sweep):
         for name, event in events:
-            sweep.take(name, event)
-            report.take(name, event)
+            sweep.take(event, name)
+            report.take(event, name)
     report.check_begun()
 
 
 def _tune_all(
-    plan: Plan, options: SimpleNamespace, parent: Parent | None, report: Report
-) -> list[Exception]:
-    """Tune a plan, in a worker the parent's keys; return why tunings could not begin."""
+    plan: Plan,
+    left_out: Sequence[LeftOut],
+    options: SimpleNamespace,
+    parent: Parent | None,
+    report: Report,
+) -> None:
+    """Tune a plan, in a worker the parent's keys."""
     from torch import OutOfMemoryError
 
     from safetune.miss.how_far import repeated
@@ -281,48 +289,37 @@ def _tune_all(
     from safetune.offline.tasks import tune_task
     from safetune.tuning.single_flight import WaitBudget
 
-    failed = list[Exception]()
+    tell = parent.tell if parent else report.take
     tunings = plans.longest_first(plan.tunings) if parent else list(plan.tunings)
     # The parent names about every n-th one to each of n workers.
     shared_time = plans.SharedTime(parent.part.of(tunings) if parent else tunings, plan.most_s)
-    report.begin(tunings)
-    sweep = Sweep(plan.most_s)
-    sweep.plan(counts_of(tunings))
-    told = repeated(Teller(sweep, parent.tell).look, LOOK_S, LOOK_S) if parent else _showing(sweep)
-    with told:
+    sweep, planned_work = Sweep(plan.most_s), planned_event(tunings, left_out)
+    sweep.take(planned_work)
+    tell(planned_work)
+    look = Teller(sweep, tell).look
+    progress = repeated(look, LOOK_S, LOOK_S) if parent else _showing(sweep)
+    with progress:
         for planned in parent.named(tunings) if parent else tunings:
             sweep.begin(planned.kernel, f"{planned.shape} {planned.dtype}".strip())
             try:
                 task = shared_time.task(planned)
                 wait = WaitBudget(0.0) if options.shard else None
-                report.add(planned, tune_task(task, sweep.watch, options.force, wait))
+                result = tune_task(task, sweep.watch, options.force, wait)
+                tell(tuned_event(planned, result))
             except NoWorkingConfig as error:
-                report.add_failed(planned, task, error)
+                tell(failed_event(planned, task, error))
             except Busy:
-                report.add_left()
+                tell({"left": 1})
             except (*_OF_ONE_KEY, OutOfMemoryError) as error:
-                failed.append(_without_locals(error))
-                report.add_not_begun(planned, error)
+                tell(not_begun_event(planned, error))
+                show_traceback()
             sweep.end()
-    return failed
 
 
 def _showing(sweep: Sweep) -> contextlib.AbstractContextManager[None]:
     from safetune.miss.reporting import showing
 
     return contextlib.nullcontext() if wants_json() else showing(sweep.how_far, of_command=True)
-
-
-def _without_locals(error: Exception) -> Exception:
-    """Free the objects in the frames of an error, which may be most of a device's memory."""
-    inner: BaseException | None = error
-    while inner is not None:
-        for frame, _ in traceback.walk_tb(inner.__traceback__):
-            with contextlib.suppress(RuntimeError):  # it still runs
-                frame.clear()
-                _ = frame.f_locals  # Python 3.11 keeps a copy, which this brings up to date
-        inner = inner.__cause__
-    return error
 
 
 def _check_written() -> None:

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from safetune.cli.command import in_another_process
 from safetune.cli.output import counted, echo
 from safetune.errors import SafetuneError
@@ -32,27 +34,21 @@ Event = dict[str, Any]
 #: How long a process that was killed may take to end; a call of the driver may keep it.
 _END_S = 10.0
 
-#: Exit codes of a worker that has come to its end: all is well, a kernel does not work.
-_FINISHED = (0, 1)
-
 
 class DroppedOut(SafetuneError):
     """A worker ended early."""
 
 
 class Worker(Protocol):
-    """A process that tunes, here or elsewhere. All methods except `stop` raise `DroppedOut`."""
+    """A process that tunes, here or elsewhere."""
 
     name: str
 
-    def plan(self) -> Iterator[Event]:
-        """Yield its events until its `plan` is made, which is the last event."""
+    def ask(self, key: str | None = None) -> Iterator[Event]:
+        """Name a key, "" if there is none left; yield its events until it is `done` or has ended.
 
-    def tune(self, key: str) -> Iterator[Event]:
-        """Yield its events until a key is `done`."""
-
-    def finish(self) -> Iterator[Event]:
-        """Yield its events until it has ended, as it gets no more keys."""
+        First without a key, until its `plan` is made. Raises `DroppedOut`.
+        """
 
     def stop(self) -> None:
         """End it, if it runs."""
@@ -147,13 +143,13 @@ def _work(worker: Worker, keys: _Keys, tell: Callable[[Event], None]) -> None:
     Its events for a key count once the key is done; otherwise another worker sends them again.
     """
     own: list[str] = []
-    for event in worker.plan():
+    for event in worker.ask():
         own = list(event.get("plan", own))
         tell(event)
     while key := keys.take(own):
         told, done = [], False
         try:
-            for event in worker.tune(key):
+            for event in worker.ask(key):
                 if "tried" in event:
                     tell(event)
                 else:
@@ -163,7 +159,7 @@ def _work(worker: Worker, keys: _Keys, tell: Callable[[Event], None]) -> None:
             keys.end(key, done)
         for event in told:
             tell(event)
-    for event in worker.finish():
+    for event in worker.ask(""):
         tell(event)
 
 
@@ -183,39 +179,27 @@ class LocalWorker:
         )
         self._events = self._read()
 
-    def plan(self) -> Iterator[Event]:
-        """Yield its events until its plan is made."""
-        return self._until("plan")
+    def ask(self, key: str | None = None) -> Iterator[Event]:
+        """Name a key, "" if there is none left; yield its events until it is done or has ended."""
+        assert self._process.stdin is not None
+        if key is not None:
+            with contextlib.suppress(OSError):  # it has ended: so do its events
+                os.write(self._process.stdin.fileno(), f"{key}\n".encode())
+        for event in self._events:
+            yield event
+            if "plan" in event or "done" in event:
+                return
+        code = self._process.wait()
+        if code or key != "":
+            from safetune.isolation.child_handle import exit_text
 
-    def tune(self, key: str) -> Iterator[Event]:
-        """Yield its events until a key is done."""
-        self._send(key)
-        return self._until("done")
-
-    def finish(self) -> Iterator[Event]:
-        """Yield its events until it has ended."""
-        self._send("")
-        yield from self._events
-        if self._process.wait() not in _FINISHED:
-            raise self._ending()
+            raise DroppedOut(f"its process ended with {exit_text(code)}")
 
     def stop(self) -> None:
         """End it, if it runs."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-
-    def _send(self, key: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: so do its events
-            os.write(self._process.stdin.fileno(), f"{key}\n".encode())
-
-    def _until(self, name: str) -> Iterator[Event]:
-        for event in self._events:
-            yield event
-            if name in event:
-                return
-        raise self._ending()
 
     def _read(self) -> Iterator[Event]:
         """Yield the events that it prints; other output goes to standard error."""
@@ -240,11 +224,6 @@ class LocalWorker:
 
     def _pass_on(self, line: str) -> None:
         echo(f"{self.name}: {line.rstrip()}", err=True)
-
-    def _ending(self) -> DroppedOut:
-        from safetune.isolation.child_handle import exit_text
-
-        return DroppedOut(f"its process ended with {exit_text(self._process.wait())}")
 
 
 def tune_on(
@@ -301,8 +280,8 @@ class Parent:
 
     def tell(self, event: Event) -> None:
         """Print an event on the original standard output."""
-        with self._telling, open(self._out, "w", encoding="utf-8", closefd=False) as file:
-            file.write(json.dumps(event) + "\n")
+        with self._telling, open(self._out, "wb", closefd=False) as file:
+            file.write(msgspec.json.encode(event) + b"\n")
 
     def named(self, tunings: Iterable[Planned]) -> Iterator[Planned]:
         """Yield the tunings of each key that the parent names, and report them as done."""

@@ -26,7 +26,7 @@ class Clock:
 def sweep(clock: Clock, *new: int, most_s: float = math.inf) -> Sweep:
     """A sweep of keys with these numbers of new configs."""
     made = Sweep(most_s, clock)
-    made.plan({str(number): (1, count) for number, count in enumerate(new)})
+    made.take({"plan": {str(number): (1, count) for number, count in enumerate(new)}})
     return made
 
 
@@ -68,6 +68,7 @@ def test_the_line_has_the_whole_sweep_and_the_best_of_the_tuning_under_way() -> 
     first.wait_for("process 7")
     assert line(both) == f"{begun}waits for process 7"
 
+    both.end()
     both.begin("add", "large float32")
     second = tally(8, clock)
     both.watch(second)
@@ -97,21 +98,37 @@ def test_no_more_time_is_left_than_the_command_has() -> None:
 def test_several_processes_have_one_line_for_all() -> None:
     clock = Clock()
     fleet = Sweep(clock=clock)
-    fleet.take("GPU 0", {"tried": 0, "failed": 0})
+    fleet.take({"tried": 0, "failed": 0}, "GPU 0")
     assert fleet.how_far() is None, "it is not known yet what there is to do"
-    fleet.take("GPU 0", {"plan": {"a": [1, 8], "b": [2, 16]}, "left_out": []})
-    fleet.take("GPU 1", {"plan": {"a": [1, 2], "b": [2, 16]}, "left_out": []})
-    fleet.take("GPU 0", {"tried": 6, "failed": 1})
-    fleet.take("GPU 1", {"tried": 1, "failed": 1})
-    fleet.take("GPU 1", {"tried": 2, "failed": 1})
-    fleet.take("GPU 0", {"facts": {"key": "a", "shape": "tiny", "dtype": "float32"}})
+    fleet.take({"plan": {"a": [1, 8], "b": [2, 16]}, "left_out": []}, "GPU 0")
+    fleet.take({"plan": {"a": [1, 2], "b": [2, 16]}, "left_out": []}, "GPU 1")
+    fleet.take({"tried": 6, "failed": 1}, "GPU 0")
+    fleet.take({"tried": 1, "failed": 1}, "GPU 1")
+    fleet.take({"tried": 2, "failed": 1}, "GPU 1")
+    fleet.take({"facts": {"key": "a", "shape": "tiny", "dtype": "float32"}}, "GPU 0")
     clock.now += 4
     words = "1/3 tunings 8/24, 2 failed, 0:04 < 0:08"
     assert line(fleet) == words, "the later plan had found six configs stored"
-    fleet.take("GPU 0", {"dropped": "its process ended with exit code 2"})
+    fleet.take({"dropped": "its process ended with exit code 2"}, "GPU 0")
     assert line(fleet) == words, "what it did is stored"
-    fleet.take("GPU 2", {"plan": {"c": [1, 4]}})
+    fleet.take({"plan": {"c": [1, 4]}}, "GPU 2")
     assert line(fleet).startswith("1/4 tunings 8/28"), "another GPU has keys of its own"
+
+
+def test_a_worker_tells_what_it_has_tried_in_all() -> None:
+    clock = Clock()
+    own = sweep(clock, 4, 4)
+    own.begin("add", "small float32")
+    assert own.tried == {"tried": 0, "failed": 0}
+    first = tally(4, clock)
+    own.watch(first)
+    try_one(first, 4, 4, None)
+    own.end()
+    own.begin("add", "large float32")
+    second = tally(4, clock)
+    own.watch(second)
+    try_one(second, 1, 4, 3.0)
+    assert own.tried == {"tried": 5, "failed": 1}
 
 
 def test_a_worker_tells_what_it_has_tried_and_ends_where_nothing_happens() -> None:
