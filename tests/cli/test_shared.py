@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +44,11 @@ def test_what_a_node_has_measured_is_from_here(
     assert {entry["origin"] for entry in safetune.json("list")} == {f"file://{shared}"}
 
 
-def test_the_shared_store_is_listed_and_counted(
-    shared: Path, safetune: Any, on_another_node: Any
-) -> None:
+def test_the_shared_store_is_listed(shared: Path, safetune: Any, on_another_node: Any) -> None:
     on_another_node()
     assert safetune.json("list") == []
     assert kernels(safetune.json("list", "--shared")) == ["add_one", "add_one", "kernel"]
     assert kernels(safetune.json("list", "--shared", "--kernel", "kernel")) == ["kernel"]
-    checks = json.loads(safetune("doctor", "--quick", "--shared", "--json").stdout)["checks"]
-    found = {check["name"]: check["found"] for check in checks}
-    assert found["shared choices"] == "3 choices of 2 kernels for interpreter"
 
 
 def test_clear_says_what_stays_in_the_shared_store(shared: Path, safetune: Any) -> None:

@@ -11,7 +11,6 @@ from safetune.cli.command import command
 from safetune.cli.doctor.report import Check, State, check
 from safetune.cli.emit import emit, wants_json
 from safetune.cli.output import counted, typed
-from safetune.cli.stored import shared_option
 from safetune.errors import InvalidSetting
 from safetune.show.tables import Block, facts
 
@@ -20,8 +19,7 @@ _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
 
 @command("doctor", "safetune doctor", "safetune doctor --quick --json")
 @click.option("--quick", is_flag=True, help="Do not start a tuning process.")
-@shared_option("Count the choices in the shared store too.")
-def doctor(quick: bool, shared: bool) -> None:
+def doctor(quick: bool) -> None:
     """Check the GPU, the versions, isolation, the store and the limits of this process.
 
     Prints a line for each check: ok, warn or fail, with the fix; and the store's path and size.
@@ -29,9 +27,8 @@ def doctor(quick: bool, shared: bool) -> None:
     """
     from safetune.cli.doctor import gpus, machine, stores
 
-    wanted: list[Callable[[], Iterator[Check]]] = [machine.versions, machine.limits, gpus.gpus]
-    wanted += [stores.settings, stores.cache_directory, stores.triton_cache]
-    wanted += [stores.shared_store, *([stores.shared_choices] if shared else []), stores.packs]
+    wanted = [machine.versions, machine.limits, gpus.gpus, stores.settings, stores.cache_directory]
+    wanted += [stores.triton_cache, stores.shared_store, stores.packs]
     wanted += [] if quick else [machine.isolation]
     checks: list[Check] = []
     blocks = _blocks(_results(wanted), checks)

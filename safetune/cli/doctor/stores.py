@@ -16,7 +16,7 @@ from pathlib import Path
 from safetune.cli.doctor.remedies import remedy
 from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import counted
-from safetune.cli.stored import check_writable, copy_of_shared, counts, located, open_store
+from safetune.cli.stored import check_writable, counts, located, open_store
 from safetune.errors import InvalidSetting, SafetuneError, StoreError
 from safetune.settings import Mode, Settings, SharedKind, display_url, shared_kind
 from safetune.show.words import size
@@ -166,15 +166,6 @@ def shared_store() -> Iterator[Check]:
     words += f", answers in {seconds * 1e3:.3g} ms"
     slow = "choices are looked up in one request per kernel; a store that is closer is faster"
     yield check("shared store", words, warn=slow * (seconds > _SLOW_S))
-
-
-def shared_choices() -> Iterator[Check]:
-    """The number of choices in the shared store, of all devices and toolchains."""
-    entries = copy_of_shared().choices()
-    kernels = {entry.key.kernel_name for entry in entries}
-    devices = sorted({str(entry.key.device["name"]) for entry in entries})
-    words = f"{counted(len(entries), 'choice')} of {counted(len(kernels), 'kernel')}"
-    yield check("shared choices", f"{words} for {', '.join(devices)}" if entries else words)
 
 
 def packs() -> Iterator[Check]:
