@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from safetune.cli.command import FILE, command
-from safetune.cli.emit import wants_json
+from safetune.cli.emit import print_json, wants_json
 from safetune.cli.output import counted, echo
 from safetune.lint.check import check
-from safetune.lint.formats import FORMATS
+from safetune.lint.formats import FORMATS, as_data
 from safetune.lint.rules import RULES
 
 _CHOICE = click.Choice([*RULES])
@@ -46,10 +46,10 @@ def lint_command(
     the decorator or of the kernel's `def` suppresses findings. Exits with 1 if there are any.
     """
     findings, tuners = check(path, {*(select or RULES)}.difference(ignore))
-    form = "json" if wants_json() else form
-    text = FORMATS[form](findings)
-    if text:
+    if wants_json():
+        print_json(as_data(findings))
+    elif text := FORMATS[form](findings):
         echo(text)
-    if form == "text":
+    if form == "text" and not wants_json():
         echo(f"{counted(len(findings), 'finding')} in {counted(tuners, 'tuner')}", err=True)
     sys.exit(1 if findings else 0)

@@ -36,6 +36,7 @@ from safetune.errors import (
     TargetError,
     WorkloadError,
 )
+from safetune.settings import SearchBudget
 
 if TYPE_CHECKING:
     from safetune.cli.workers import Parent
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
     from safetune.offline.shards import Shard
     from safetune.offline.tasks import OfflineKernel
-    from safetune.settings import SearchBudget
 
 #: What keeps a tuning from its begin, and says nothing of the others.
 _OF_ONE_KEY = (
@@ -81,7 +81,7 @@ _OF_ONE_KEY = (
 @click.option(
     "--budget",
     metavar="CONFIGS|TIME",
-    callback=lambda _, __, text: _budget(text),
+    callback=lambda _, __, text: SearchBudget.parse("safetune tune", text),
     help="Measure the most promising configs only: 200 of each key, or for 5m in all.",
 )
 @click.option(
@@ -209,14 +209,6 @@ def _prepare(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> None
     targets.check_device(kernels, options.device)
     for kernel in kernels:
         kernel.tuner.budget = options.budget or kernel.tuner.budget
-
-
-def _budget(text: str | None) -> SearchBudget | None:
-    if text is None:  # as where a shell asks for the options: nothing is imported
-        return None
-    from safetune.settings import SearchBudget
-
-    return SearchBudget.parse("safetune tune", text)
 
 
 def _planned(sketches: Sequence[Planned], options: SimpleNamespace) -> Plan:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from safetune.lint.rules import Finding
 
@@ -16,10 +16,10 @@ def as_text(findings: Sequence[Finding]) -> str:
     )
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    """Return a list of objects with the fields of a finding."""
+def as_data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return findings as plain JSON data."""
     names = [each.name for each in fields(Finding) if each.name != "ignored_at"]
-    return json.dumps([{name: getattr(f, name) for name in names} for f in findings], indent=2)
+    return [{name: getattr(f, name) for name in names} for f in findings]
 
 
 def as_github(findings: Sequence[Finding]) -> str:
@@ -41,6 +41,5 @@ def _property(text: str) -> str:
 
 FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
     "text": as_text,
-    "json": as_json,
     "github": as_github,
 }
