@@ -7,8 +7,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import click
 
@@ -20,9 +20,6 @@ from safetune.errors import StoreError, TargetError
 from safetune.show.words import date
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord
-
-if TYPE_CHECKING:
-    from safetune.store.shared.protocol import Name, SharedStore
 
 _UNITS_S = {"h": 3600.0, "d": 86_400.0}
 
@@ -101,7 +98,7 @@ def clear(
         return
     if keys and not yes:
         _ask(kernel, keys)
-    left = _forget_shared(keys) if shared or stored.shared_directory() else _left_shared(keys)
+    left = _left_shared(keys, forget=shared or stored.shared_directory() is not None)
     everything = only == Filter() and unused_s is None
     for name in {key.key.kernel_name for key in keys}:
         digests = {key.key.digest for key in keys if key.key.kernel_name == name}
@@ -123,32 +120,24 @@ def _dated(store: Store, kernel: str | None) -> dict[str, _Dated]:
     return {key.digest: _Dated(key, newest.get(key.digest, 0.0)) for key in store.keys(kernel)}
 
 
-def _named(shared: SharedStore, keys: Sequence[_Dated]) -> Iterator[tuple[str, set[Name]]]:
-    """Yield the names of the records of some keys, by namespace; raises `StoreError`."""
-    digests = {key.key.digest for key in keys}
-    for space in {key.key.space for key in keys}:
-        yield space, {name for name in shared.names(space) if name.key in digests}
-
-
-def _forget_shared(keys: Sequence[_Dated]) -> int:
-    """Delete the records of some keys in the shared store; raises `StoreError`."""
-    if (shared := stored.shared_store()) is not None:
-        with contextlib.closing(shared):
-            for space, names in _named(shared, keys):
-                shared.forget(space, names)
-    return 0
-
-
-def _left_shared(keys: Sequence[_Dated]) -> int:
-    """Return how many of some keys the shared store has."""
+def _left_shared(keys: Sequence[_Dated], forget: bool) -> int:
+    """Return how many of some keys the shared store has; with `forget`, delete them there."""
     if (shared := stored.shared_store()) is None:
         return 0
+    digests, left = {key.key.digest for key in keys}, 0
     try:
         with contextlib.closing(shared):
-            return len({name.key for _, names in _named(shared, keys) for name in names})
+            for space in {key.key.space for key in keys}:
+                names = {name for name in shared.names(space) if name.key in digests}
+                if forget:
+                    shared.forget(space, names)
+                else:
+                    left += len({name.key for name in names})
     except StoreError as error:
+        if forget:
+            raise
         echo(f"Warning: the shared store may still hold them: {describe(error)}", err=True)
-        return 0
+    return left
 
 
 def _ask(kernel: str | None, keys: Sequence[_Dated]) -> None:
