@@ -40,7 +40,7 @@ def tune_on_ray(
     kind = "CPU" if interpreted else "GPU"
     actor = ray.remote(**{f"num_{kind.lower()}s": 1})(Actor)
     variables = {n: v for n, v in os.environ.items() if n.startswith(("SAFETUNE_", "TRITON_"))}
-    workers = []
+    workers: list[_RayWorker] = []
     try:
         for node in (node for node in ray.nodes() if node["Alive"]):
             count = int(node["Resources"].get(kind, 0))
