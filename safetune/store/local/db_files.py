@@ -74,9 +74,15 @@ _IN_MEMORY = (0x01021994, 0x858458F6)
 _random = random.SystemRandom()
 
 
-def network_of(path: Path) -> str:
-    """Return the name of the network file system that a path is, or will be, on; empty if none."""
-    return _NETWORK.get(_file_system(path), "")
+def network_of(path: Path, type_of: Callable[[Path], int | None] | None = None) -> str:
+    """Return the name of the network file system that a path is, or will be, on; empty if none.
+
+    Args:
+        type_of: returns the file system number of a path, None if the path does not exist.
+    """
+    if sys.platform != "linux":
+        return ""
+    return _NETWORK.get(_file_system(path, type_of or _type_of), "")
 
 
 @functools.cache
@@ -89,14 +95,12 @@ def outlives_machine(path: Path) -> bool:
     temporary = Path(tempfile.gettempdir()).resolve()
     if path.resolve().is_relative_to(temporary) or network_of(path):
         return False
-    return _file_system(path) not in (0, *_IN_MEMORY)
+    return sys.platform == "linux" and _file_system(path, _type_of) not in _IN_MEMORY
 
 
-def _file_system(path: Path) -> int:
+def _file_system(path: Path, type_of: Callable[[Path], int | None]) -> int:
     """Return the number of the file system that a path is, or will be, on; 0 if not known."""
-    if sys.platform != "linux":
-        return 0
-    numbers = map(_type_of, (path, *path.parents))
+    numbers = map(type_of, (path, *path.parents))
     return next((number for number in numbers if number is not None), 0)
 
 
@@ -139,14 +143,17 @@ class Location:
         )
 
 
-def locate(settings: Settings, *, writes: bool = True) -> Location:
+def locate(
+    settings: Settings, is_on: Callable[[Path], str] | None = None, *, writes: bool = True
+) -> Location:
     """Return the location of the choices; creates the cache directory if it is the shared store.
 
     Args:
+        is_on: returns the network file system of a path; by default `network_of`.
         writes: False to create nothing.
     """
-    cache = settings.cache_dir
-    if cache.parts[0].startswith("~") or not (network := network_of(cache)):
+    cache, is_on = settings.cache_dir, is_on or network_of
+    if cache.parts[0].startswith("~") or not (network := is_on(cache)):
         return Location(cache)
     import tempfile
 

@@ -155,21 +155,22 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Settings:
     ],
 )
 def test_network_file_systems_are_known_by_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+    tmp_path: Path, number: int, name: str
 ) -> None:
     """Of a directory that does not exist yet, by the one that it will be in."""
     there = {tmp_path / "home": number, tmp_path: 0xEF53}
-    monkeypatch.setattr(db_files, "_type_of", there.get)
-    assert db_files.network_of(tmp_path / "home" / "not" / "yet") == name
-    assert db_files.network_of(tmp_path) == ""
+    assert db_files.network_of(tmp_path / "home" / "not" / "yet", there.get) == name
+    assert db_files.network_of(tmp_path, there.get) == ""
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("a/cache", "b/cache")])
 def test_each_cache_directory_has_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(db_files, "network_of", lambda _: "NFS")
-    directories = {locate(settings_of(monkeypatch, tmp_path / name)).directory for name in names}
+    directories = {
+        locate(settings_of(monkeypatch, tmp_path / name), lambda _: "NFS").directory
+        for name in names
+    }
     assert len(directories) == 2
     assert {directory.parent for directory in directories} == {Path(tempfile.gettempdir())}
 
