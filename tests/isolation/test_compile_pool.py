@@ -315,8 +315,8 @@ class TestGivingUp:
         return {"may_give_up": set(configs).__contains__, **others}
 
     @pytest.fixture(autouse=True)
-    def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compile_pool, "_LEAST_S", 0.0)
+    def least_s(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compile_pool, "_LEAST_S", getattr(request, "param", 0.0))
 
     def test_it_is_begun_once_and_the_job_behind_it_is_done(self, pool: Pool) -> None:
         kinds = {0: "ok", 1: "ok", 2: "hang", 3: "ok"}
@@ -336,16 +336,11 @@ class TestGivingUp:
             pytest.param((2,), {"may_give_up": lambda config: False}, 0.0, id="forbidden"),
             pytest.param((2,), {}, 1000.0, id="the timeout is shorter"),
         ],
+        indirect=["least_s"],
     )
     def test_it_has_its_whole_time(
-        self,
-        pool: Pool,
-        monkeypatch: pytest.MonkeyPatch,
-        hanging: Sequence[int],
-        others: dict[str, Any],
-        least_s: float,
+        self, pool: Pool, hanging: Sequence[int], others: dict[str, Any]
     ) -> None:
-        monkeypatch.setattr(compile_pool, "_LEAST_S", least_s)
         kinds = {n: "hang" if n in hanging else "ok" for n in range(3)}
         options = self.options(hanging[0], timeout_s=5.0, **others)
         results = {n: each.outcome.label for n, each in pool.run(kinds, **options).items()}
