@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -29,6 +29,8 @@ MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
 _CAPTURE_NONE = 0  # CUstreamCaptureStatus
 _CAPTURE_ACTIVE = 1
+#: CU_COMPUTEMODE_EXCLUSIVE, of drivers long gone.
+_EXCLUSIVE_THREAD = 1
 
 # CUresult.
 _INVALID_VALUE = 1
@@ -59,13 +61,21 @@ def make() -> Cuda:
 
 
 class Cuda:
-    """NVIDIA GPUs, as `backend.Backend` describes them."""
+    """NVIDIA GPUs, as `backend.Backend` describes them.
 
+    Args:
+        mps_directory: the default directory of an MPS server's pipes; the environment may override
+            it.
+    """
+
+    hidden: Mapping[str, str] = {VISIBLE: ""}
     torch_type = "cuda"
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, mps_directory: str = _MPS_DEFAULT) -> None:
         self._driver = driver
         self._in_use = False
+        self._mps_directory = mps_directory
+        self._side_streams: dict[int, int] = {}
         self._bytes: dict[int, DeviceBytes] = {}
 
     def launch_stream(self) -> int:
@@ -103,15 +113,12 @@ class Cuda:
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """See `Backend`. Copies contiguous bytes without allocating on the device.
-
-        The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
-        """
+        """See `Backend`. Copies contiguous bytes without allocating on the device."""
         import torch
 
         with self.relaxed_capture(), torch.cuda.device(index):
             current = torch.cuda.current_stream()
-            side = torch.cuda.ExternalStream(self.bytes_of(current.device_index).side_stream)
+            side = torch.cuda.ExternalStream(self._side_stream(current.device_index))
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 yield
@@ -215,11 +222,12 @@ class Cuda:
 
     def compute_mode(self, index: int) -> ComputeMode:
         """Return the compute mode of a device."""
-        return ComputeMode(self._attribute(COMPUTE_MODE, index))
+        mode = self._attribute(COMPUTE_MODE, index)
+        return ComputeMode.EXCLUSIVE_PROCESS if mode == _EXCLUSIVE_THREAD else ComputeMode(mode)
 
     def mps_server(self, index: int) -> str:
         """Return the evidence that contexts on a device are MPS clients; empty without any."""
-        control = Path(os.environ.get(_MPS_DIRECTORY) or _MPS_DEFAULT, "control")
+        control = Path(os.environ.get(_MPS_DIRECTORY) or self._mps_directory, "control")
         if _is_served(control):
             return f"its control pipe is {control}"
         return "the driver reports it" if self._attribute(MPS_ENABLED, index) else ""
@@ -239,6 +247,15 @@ class Cuda:
         import torch
 
         self.memory(torch.cuda.current_device())
+
+    def _side_stream(self, index: int) -> int:
+        """Return a stream of a device, always the same one.
+
+        The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
+        """
+        if index not in self._side_streams:
+            self._side_streams[index] = self._driver.stream(index)
+        return self._side_streams[index]
 
 
 def _is_served(control: Path) -> bool:

@@ -43,7 +43,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
     """
     environment = child_environment()
     if gpu_blind:
-        environment.update(backend.HIDDEN)
+        environment.update(backend.hidden_environment())
     elif found := backend.current():  # an index means the same device there as here
         environment.update(found.visible_environment())
     directory = ""
@@ -233,7 +233,7 @@ class Child:
                 raise
             if status is None:
                 self._kill()
-            detail = "unknown" if status is None else exit_text(os.waitstatus_to_exitcode(status))
+            detail = describe_exit(status)
             message = f"the process ended with {detail}"
         else:
             self._kill()
@@ -260,6 +260,11 @@ class Child:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def describe_exit(status: int | None) -> str:
+    """Return a wait status in words; `unknown` if there is none."""
+    return "unknown" if status is None else exit_text(os.waitstatus_to_exitcode(status))
 
 
 def exit_text(code: int) -> str:

@@ -85,8 +85,8 @@ class CompilePool:
         memory_bytes: the limit for a child and for each process that it starts; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
         may_give_up: whether a config may end without a result: once at least as many configs have
-            compiled as are unfinished, and it takes more than `_SLOW` times their median and
-            `_LEAST_S`.
+            compiled as are unfinished, and it takes more than `slow` times their median and
+            `least_s`.
     """
 
     def __init__(
@@ -97,6 +97,8 @@ class CompilePool:
         memory_bytes: int = 0,
         most_shared: int = 0,
         may_give_up: Callable[[int], bool] = lambda config: False,
+        slow: float = _SLOW,
+        least_s: float = _LEAST_S,
     ) -> None:
         cpus = usable_cpus()
         self._kernel = kernel
@@ -105,6 +107,8 @@ class CompilePool:
         self._memory_bytes = memory_bytes
         self._most_shared = most_shared
         self._may_give_up = may_give_up
+        self._slow = slow
+        self._least_s = least_s
         #: Of each config that was compiled to the end: one that fails ends early, as does one that
         #: needs too much shared memory, and they say nothing of the others.
         self._took_s: list[float] = []
@@ -190,8 +194,8 @@ class CompilePool:
             return START_S
         if len(self._took_s) < len(self._unfinished) or not self._may_give_up(config):
             return self._timeout_s
-        slow_s = _SLOW * statistics.median(self._took_s)
-        return min(self._timeout_s, max(_LEAST_S, slow_s))
+        slow_s = self._slow * statistics.median(self._took_s)
+        return min(self._timeout_s, max(self._least_s, slow_s))
 
     def _collect(self, wait_s: float) -> None:
         """Take the answers that are there, or that come."""

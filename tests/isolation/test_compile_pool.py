@@ -26,7 +26,7 @@ from safetune import triton_compile, triton_internals
 from safetune.both.protocol import IDLE_EXIT_S
 from safetune.inputs import kernel_pickle
 from safetune.inputs.compile_spec import pack_for_compiler
-from safetune.isolation import child_handle, compile_pool
+from safetune.isolation import child_handle
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.isolation.fork_server import plain_server, server
 from safetune.outcome import Outcome, Verdict
@@ -312,11 +312,7 @@ class TestGivingUp:
 
     @staticmethod
     def options(*configs: int, **others: Any) -> dict[str, Any]:
-        return {"may_give_up": set(configs).__contains__, **others}
-
-    @pytest.fixture(autouse=True)
-    def least_s(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compile_pool, "_LEAST_S", getattr(request, "param", 0.0))
+        return {"may_give_up": set(configs).__contains__, "least_s": 0.0, **others}
 
     def test_it_is_begun_once_and_the_job_behind_it_is_done(self, pool: Pool) -> None:
         kinds = {0: "ok", 1: "ok", 2: "hang", 3: "ok"}
@@ -330,13 +326,12 @@ class TestGivingUp:
         assert ended(*pool.pids())
 
     @pytest.mark.parametrize(
-        ("hanging", "others", "least_s"),
+        ("hanging", "others"),
         [
-            pytest.param((1, 2), {}, 0.0, id="most are still compiling"),
-            pytest.param((2,), {"may_give_up": lambda config: False}, 0.0, id="forbidden"),
-            pytest.param((2,), {}, 1000.0, id="the timeout is shorter"),
+            pytest.param((1, 2), {}, id="most are still compiling"),
+            pytest.param((2,), {"may_give_up": lambda config: False}, id="forbidden"),
+            pytest.param((2,), {"least_s": 1000.0}, id="the timeout is shorter"),
         ],
-        indirect=["least_s"],
     )
     def test_it_has_its_whole_time(
         self, pool: Pool, hanging: Sequence[int], others: dict[str, Any]

@@ -102,8 +102,8 @@ def driver() -> Iterator[Callable[..., None]]:
     """A function that has the CUDA driver answer as `Library` does from here on."""
     with contextlib.ExitStack() as stack:
 
-        def answer(library: Library) -> None:
-            stack.enter_context(launching_on(cuda.Cuda(Driver(library)), "cuda"))
+        def answer(library: Library, **options: Any) -> None:
+            stack.enter_context(launching_on(cuda.Cuda(Driver(library), **options), "cuda"))
 
         answer(Library())
         yield answer
@@ -161,7 +161,7 @@ class TestCheck:
         daemon = os.open(directory / "control", os.O_RDONLY | os.O_NONBLOCK)
         if place == "by default":
             monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
-            monkeypatch.setattr(cuda, "_MPS_DEFAULT", str(directory))
+            driver(Library(), mps_directory=str(directory))
         else:
             monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(directory))
         with pytest.raises(DeviceUnavailable) as caught:

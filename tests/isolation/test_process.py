@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from safetune.both import protocol
-from safetune.isolation.child_handle import exit_text
+from safetune.isolation.child_handle import describe_exit
 from safetune.isolation.compile_pool import usable_cpus
 from safetune.isolation.fork_server import child_environment
 from tests.conftest import ended
@@ -68,7 +68,11 @@ def test_usable_cpus_follows_the_affinity() -> None:
 )
 def test_an_exit_in_words(command: str, words: str) -> None:
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"ulimit -c 0; {command}"], os.environ)
-    assert exit_text(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) == words
+    assert describe_exit(os.waitpid(pid, 0)[1]) == words
+
+
+def test_an_unknown_exit_is_described_as_unknown() -> None:
+    assert describe_exit(None) == "unknown"
 
 
 class Family:

@@ -19,7 +19,7 @@ import torch
 from safetune import NoWorkingConfig
 from safetune.config import config_text
 from safetune.inputs.compile_spec import pack_for_compiler
-from safetune.isolation import child_handle, compile_pool
+from safetune.isolation import child_handle
 from safetune.isolation.compile_pool import Compiled, CompilePool
 from safetune.miss.resolve import Miss
 from safetune.outcome import Mark
@@ -58,7 +58,8 @@ class CompilingBench(LaunchBench):
         def only_hanging(config: int) -> bool:  # the others may be slow on a busy machine
             return config == self.hanging and may_give_up(config)
 
-        with CompilePool(lambda: kernel, timeout_s, size=2, may_give_up=only_hanging) as pool:
+        options = {"size": 2, "may_give_up": only_hanging, "least_s": 0.0}
+        with CompilePool(lambda: kernel, timeout_s, **options) as pool:
             with compiling():
                 for config in configs:
                     pool.add(config, spec("hang" if config == self.hanging else "ok", config))
@@ -77,7 +78,6 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setenv("POOL_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(compile_pool, "_LEAST_S", 0.0)
 
     def run(kernel: Any, hanging: int, goes_on: bool = False) -> TuningResult:
         args = (torch.zeros(N), torch.zeros(N), N)
