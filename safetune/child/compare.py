@@ -36,13 +36,13 @@ def typical_size(tensor: torch.Tensor) -> float:
     return float(_median(_picked(tensor, tolerance.SAMPLES), 0).item()) if tensor.numel() else 0.0
 
 
-def spread(one: torch.Tensor, other: torch.Tensor) -> float:
+def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
     """Return the largest difference between elements of two tensors of the same shape.
 
     Infinite if one element is NaN or infinite and the other does not equal it.
     """
     largest = 0.0
-    for a, b in _pairs(one, other):
+    for a, b in _pairs(one, other, slice_size):
         largest = max(largest, float(_distance(a, b).nan_to_num(math.inf).max()))
     return largest
 
@@ -53,13 +53,14 @@ def difference(
     noise: float = 0.0,
     any_order: bool = False,
     hole: int | None = None,
+    slice_size: int = _SLICE,
 ) -> Difference:
     """Return the difference of two tensors of the same shape beyond rounding."""
-    found = _difference(mine, theirs, noise, hole)
-    if not (any_order and found.elements and mine.numel() <= _SLICE):
+    found = _difference(mine, theirs, noise, hole, slice_size)
+    if not (any_order and found.elements and mine.numel() <= slice_size):
         return found
     a, b = _sorted(mine), _sorted(theirs.to(mine.device))
-    return min(found, _difference(a, b, noise, hole, mine.dtype))
+    return min(found, _difference(a, b, noise, hole, slice_size, mine.dtype))
 
 
 def _difference(
@@ -67,13 +68,14 @@ def _difference(
     theirs: torch.Tensor,
     noise: float,
     hole: int | None,
+    slice_size: int,
     dtype: torch.dtype | None = None,
 ) -> Difference:
     dtype = dtype or mine.dtype
     name = str(dtype).removeprefix("torch.")
     share, fine_share = tolerance.shares_of(name)
     largest, elements, common, fine, rounded, typical = 0.0, 0, 0, 0, 0, math.nan
-    for a, b in _pairs(mine, theirs):
+    for a, b in _pairs(mine, theirs, slice_size):
         distance = _distance(a, b)
         if not bool(distance.any()):
             continue
@@ -188,8 +190,10 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def _pairs(mine: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for a, b in zip(_slices(mine), _slices(theirs), strict=True):
+def _pairs(
+    mine: torch.Tensor, theirs: torch.Tensor, slice_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for a, b in zip(_slices(mine, slice_size), _slices(theirs, slice_size), strict=True):
         yield _real(a), _real(b.to(a.device))
 
 
@@ -206,14 +210,14 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.long()
 
 
-def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _slices(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Cut a tensor along its dimensions into parts of a bounded number of elements."""
-    if tensor.numel() <= _SLICE or not tensor.dim():
+    if tensor.numel() <= size or not tensor.dim():
         if tensor.numel():
             yield tensor
         return
-    for part in tensor.split(max(1, tensor.shape[0] * _SLICE // tensor.numel())):
-        if len(part) == 1 and part.numel() > _SLICE:
-            yield from _slices(part[0])
+    for part in tensor.split(max(1, tensor.shape[0] * size // tensor.numel())):
+        if len(part) == 1 and part.numel() > size:
+            yield from _slices(part[0], size)
         else:
             yield part

@@ -175,15 +175,14 @@ def test_a_few_units_in_the_last_place_are_told_from_a_small_error(
     assert (found.elements, found.fine > 0) == (0, True)
 
 
-def test_every_slice_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_SLICE", 10)
+def test_every_slice_is_compared() -> None:
     one = torch.randn(7, 3, 13)
     for place in (0, 100, one.numel() - 1):
         other = one.clone()
         other.view(-1)[place] += 10.0
-        assert not same(other, one)
-        assert compare.spread(other, one) == pytest.approx(10.0)
-    assert same(one.transpose(0, 2).clone(), one.transpose(0, 2))
+        assert not same(other, one, slice_size=10)
+        assert compare.spread(other, one, slice_size=10) == pytest.approx(10.0)
+    assert same(one.transpose(0, 2).clone(), one.transpose(0, 2), slice_size=10)
 
 
 def checksums(runs: list[torch.Tensor]) -> list[int]:
