@@ -18,13 +18,11 @@ from typing import Any
 from safetune.both.device_bytes import NATIVE_FLOATS
 from safetune.child import stand_ins, tolerance
 from safetune.child.arguments import Arguments, Copy, poison_of
-from safetune.child.results import Results
+from safetune.child.results import HELD_BYTES, Results
 from safetune.errors import InvalidSetting
 from safetune.inputs.spans import FLOATS, TensorSpec, itemsize
 from safetune.outcome import Difference, Effects, Group, GroupDifference, OutputReport
 
-#: A config whose first launch takes longer is launched once, whether it is slow or was held up.
-_SLOW_S = 2.0
 #: A config that is launched again is launched so often at most.
 _MOST_REPEATS = 32
 #: The other float inputs on which configs are to have the same bits.
@@ -51,6 +49,9 @@ class OutputCheck:
         scratch: arguments that are not compared.
         effects: the kernel's writes according to its text.
         launch_of: returns the launch of a config number.
+        held_bytes: see `Results`.
+        slow_s: seconds; a config whose first launch takes longer is launched once, whether it is
+            slow or was held up.
 
     Attributes:
         left: the config that ran since the last `restore`, and how often; None if unknown.
@@ -65,12 +66,15 @@ class OutputCheck:
         scratch: Sequence[str],
         effects: Effects,
         launch_of: Callable[[int], Launch],
+        held_bytes: int = HELD_BYTES,
+        slow_s: float = 2.0,
     ) -> None:
         self._arguments = arguments
         self._names = names
         self._effects = effects
         self._launch_of = launch_of
-        self._results = Results(arguments, self._relaunch)
+        self._slow_s = slow_s
+        self._results = Results(arguments, self._relaunch, held_bytes)
         self._expected: dict[int, Any] = {}
         self._input_sizes: dict[int, float] = {}
         self.left: tuple[int, int] | None = None
@@ -123,7 +127,7 @@ class OutputCheck:
             self._check_expected()
         start = time.perf_counter()
         written = self._run(config, self._overwrite)
-        slow = time.perf_counter() - start > _SLOW_S
+        slow = time.perf_counter() - start > self._slow_s
         group, differences = self._find(groups)
         counts = self._counts(group)
         difference = self._largest_difference(groups[0]) if differences else ""

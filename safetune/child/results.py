@@ -12,7 +12,7 @@ from safetune.child.arguments import Arguments, Copy
 from safetune.outcome import Group
 
 #: At least so many results are held, and more while they are within so many bytes.
-LEAST_HELD, _HELD_BYTES = 8, 1 << 28
+LEAST_HELD, HELD_BYTES = 8, 1 << 28
 
 
 class Results:
@@ -20,15 +20,18 @@ class Results:
 
     Args:
         relaunch: runs a config again, by its number.
+        held_bytes: more than `LEAST_HELD` results are held while they are within so many bytes.
     """
 
-    def __init__(self, arguments: Arguments, relaunch: Callable[[int], object]) -> None:
+    def __init__(
+        self, arguments: Arguments, relaunch: Callable[[int], object], held_bytes: int
+    ) -> None:
         self._arguments = arguments
         self._relaunch = relaunch
         #: By group the copies of its blocks, by their numbers.
         self._held: dict[int, dict[int, Copy]] = {}
         size = sum(block.spec.size for block in arguments.blocks)
-        self._most_held = max(LEAST_HELD, _HELD_BYTES // max(1, size))
+        self._most_held = max(LEAST_HELD, held_bytes // max(1, size))
 
     def keep(self, config: int, blocks: Sequence[int], written: tuple[int, ...]) -> Group:
         """Keep the live result for a new group.

@@ -14,7 +14,7 @@ import torch
 
 from safetune.both import protocol
 from safetune.both.device_bytes import DeviceBytes
-from safetune.child import memory, output_check, results
+from safetune.child import memory, results
 from safetune.child.arguments import Arguments
 from safetune.child.output_check import Launch, OutOfBounds, OutputCheck, WrongResult
 from safetune.inputs.snapshot import Snapshot
@@ -46,11 +46,13 @@ class Trial:
         self.settings = (effects, scratch)
         self.fresh()
 
-    def fresh(self) -> None:
+    def fresh(self, **options: float) -> None:
         """Go on as another child would."""
         effects, scratch = self.settings
         self.launched: list[int] = []
-        self.check = OutputCheck(self.arguments, self.names, scratch, effects, self.launch_of)
+        self.check = OutputCheck(
+            self.arguments, self.names, scratch, effects, self.launch_of, **options
+        )
 
     def launch_of(self, config: int) -> Launch:
         def run(ready: Callable[[], object]) -> None:
@@ -210,11 +212,8 @@ class TestResults:
         trial.arguments.restore()
         assert not trial.arguments.tensors[0].any()
 
-    def test_of_many_large_results_the_first_are_held(
-        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(results, "_HELD_BYTES", 0)
-        trial.fresh()
+    def test_of_many_large_results_the_first_are_held(self, trial: Trial) -> None:
+        trial.fresh(held_bytes=0)
         count = results.LEAST_HELD + 2
         first = [
             trial.run(lambda out, x, value=value: out.fill_(value + 1)) for value in range(count)
@@ -374,13 +373,11 @@ class TestWritten:
         trial.run(lambda out, x: out.add_(2 * x))
         assert trial.run(double).group == 0
 
-    def test_a_config_that_is_held_up_is_launched_once(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_config_that_is_held_up_is_launched_once(self) -> None:
         trial = Trial(torch.zeros(N), torch.randn(N), effects=Effects(atomics=True))
         found = []
         for slow_s in (0.0, 60.0):
-            monkeypatch.setattr(output_check, "_SLOW_S", slow_s)
+            trial.fresh(slow_s=slow_s)
             found.append(trial.run(lambda out, x: out.add_(x)))
         assert [len(report.spread) for report in found] == [0, 2]
         assert judge(dict(enumerate(found)), [(1,), (1,)]).candidates == {0, 1}
