@@ -103,10 +103,11 @@ has pytest_timeout && pytest+=(--timeout=240)
 # workers N: the options for so many test processes at once.
 workers() { if has xdist; then echo "-n $1 --dist ${2:-load} --no-loadscope-reorder"; fi; }
 
-# These look at how much of the card's memory is free: nothing else may use it beside them.
+# These look at how much of the card's memory is free, or count tunings, and a choice of a busy card
+# is raced again: nothing else may use it beside them.
 alone=()
 for name in memory inputs faults capture scratch threads silent_faults device_faults hand_over \
-    without_torch device_timer; do
+    without_torch device_timer driver_start; do
     alone+=("tests/gpu/test_$name.py")
 done
 
