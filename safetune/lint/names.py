@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import sys
@@ -36,6 +37,8 @@ from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, Wri
 #: The packages beside Python's own whose functions are not the user's.
 _TOOLCHAIN = frozenset({"torch", "numpy", "jax"})
 _JIT_OPTIONS = ("do_not_specialize", "launch_metadata", "repr")
+#: Methods that change a list or dict.
+_CHANGES = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "update"})
 #: The most items of a list that are looked at.
 _LONGEST = 20_000
 #: The parameters of `triton.Config`, in their order.
@@ -111,16 +114,20 @@ class Scope:
     def _value(self, name: str) -> Any:
         bound = bindings(name, (self.node,))
         if not bound:
-            return MISSING
+            owners = (self.file.imported(s) for s in bindings("*", (self.node,)))
+            values = (getattr(each, name, MISSING) for each in owners)
+            return next((value for value in values if value is not MISSING), MISSING)
+        at_top = [*map(id, _body(self.node))]
         defined = [node for node in bound if isinstance(node, (*_FUNCTIONS, *_IMPORTS))]
-        if defined and all(node in defined or _is_wrapped(node, name) for node in bound):
-            return self._defined(max(defined, key=lambda node: node.lineno), name)
+        if defined and all(_is_wrapped(node, name) for node in bound if node not in defined):
+            defined.sort(key=lambda node: (id(node) in at_top, node.lineno))
+            return self._defined(defined[-1 if id(defined[-1]) in at_top else 0], name)
         return self._assigned(name, bound)
 
     def _assigned(self, name: str, bound: list[Any]) -> Any:
         """Return the assignments to a name, also in sequence if each uses the last."""
         straight = {id(each.value) for each in _body(self.node) if isinstance(each, ast.Assign)}
-        if None in bound:
+        if name in _changed(self.file.tree) or None in bound:
             return UNKNOWN
         for number, node in enumerate(sorted(bound, key=lambda node: node.lineno)):
             mentions = any(getattr(part, "id", "") == name for part in walk(node))
@@ -145,8 +152,28 @@ def _body(node: ast.AST) -> list[ast.stmt]:
 
 
 def _is_wrapped(node: Any, name: str) -> bool:
-    """Whether a function of this name is decorated by `name = decorator(name)`."""
-    return isinstance(node, ast.Call) and any(getattr(arg, "id", "") == name for arg in node.args)
+    """Whether a function of this name is decorated by `name = decorator(name)`, or replaced by None
+    where an import fails.
+    """
+    match node:
+        case ast.Call(args=[*_, ast.Name(id=given)]):
+            return given == name
+        case ast.Constant(value=None):
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=64)
+def _changed(tree: ast.AST) -> set[str]:
+    """Return the names of the lists and dicts that a module changes in place."""
+    changed_names: set[str] = set()
+    for node in walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)):
+                changed_names |= {name} if method in _CHANGES else set()
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                changed_names.add(name)
+    return changed_names
 
 
 class _Globals(dict[str, Any]):
@@ -200,7 +227,8 @@ class File:
         if owner is UNKNOWN or not name:
             return owner
         value = getattr(owner, name, MISSING)
-        if value is MISSING and owner is MISSING and level:
+        is_tritons = isinstance(owner, ModuleType) and owner.__name__.startswith("triton")
+        if value is MISSING and (is_tritons or (owner is MISSING and level)):
             return self.module_named(level, f"{module}.{name}")
         return value
 
@@ -261,6 +289,8 @@ def _told(node: ast.expr, scope: Scope) -> Any:
     match node:
         case ast.Constant(value=value):
             pass
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            value = -number
         case ast.Name(id=name):
             value = scope.get(name)
         case ast.Attribute(value=owner, attr=name):

@@ -292,6 +292,7 @@ def test_a_list_of_one_config_is_not_timed(lint: Lint) -> None:
         ("made(8)", 0),
         # Not known, so nothing is said of it.
         ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in WARPS if w < 8]', 0),
+        ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in CHANGED]', 0),
         ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in EITHER]', 0),
         ("looped()", 0),
         ('[triton.Config({"BLOCK": 64}, pick()), triton.Config({"BLOCK": 64}, pick())]', 0),
@@ -304,6 +305,8 @@ def test_a_config_that_is_listed_twice_is_found_where_literals_make_the_list(
 import itertools
 
 WARPS = [4, 8, 4]
+CHANGED = [4, 4]
+CHANGED.pop()
 if torch.version.hip:
     EITHER = [4]
 else:
