@@ -16,6 +16,7 @@ from safetune.lint.names import arguments, defaults
 
 #: Attributes of a tensor that Triton's key has, or that a process has one of.
 _COVERED = frozenset({"device", "dtype", "element_size", "itemsize"})
+_COVERED_CALLS = frozenset({"element_size", "is_complex", "is_floating_point"})
 
 #: Names of per-model values, and of values that differ from one batch to the next.
 _FIXED = re.compile(
@@ -130,6 +131,8 @@ class Passed:
                     pass
                 case ast.Call(func=ast.Name(id="bool" | "int" | "isinstance" | "hasattr")):
                     pending += node.args[:1]
+                case ast.Call(func=function) if last_name(function) in _COVERED_CALLS:
+                    pass
                 case ast.Call(func=ast.Name(id=name)) if self._tells_dtypes(name, scopes):
                     pass
                 case _:
@@ -184,6 +187,10 @@ def _constants(value: ast.AST, scopes: Scopes) -> set[str]:
             return {repr(value.value)}
         case ast.Name(id=name) if values := bindings(name, scopes):
             return set().union(*(_constants(v, scopes) for v in values if v is not None))
+        case ast.IfExp():
+            # A test without run-time values is of dtypes: they are in the key, so it is one value.
+            sides = _constants(value.body, scopes) | _constants(value.orelse, scopes)
+            return {" or ".join(sorted(sides))} if sides else sides
     return set()
 
 

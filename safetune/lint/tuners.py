@@ -11,6 +11,7 @@ from safetune import forks
 from safetune.frozen import dataclass
 from safetune.keys.key_names import KernelFacts
 from safetune.keys.launch_usage import bindings
+from safetune.keys.run_order import bind
 from safetune.keys.source_text import children, dotted, last_name, parameters, walk
 from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, WrittenLayer
 from safetune.keys.written_key import WrittenKey, buckets_of
@@ -34,7 +35,7 @@ _KERNELS = (WrittenFunction, WrittenHeuristics, WrittenLayer)
 #: The roots of decorators named `jit` that are not Triton's.
 _OTHER_JITS = frozenset({"jax", "numba", "tilelang", "torch"})
 
-#: Functions whose first argument points to memory.
+#: Functions whose first argument points to memory, and those that return such a pointer.
 _ACCESSES = frozenset({"load", "store", "atomic_add", "make_block_ptr", "make_tensor_descriptor"})
 
 
@@ -83,7 +84,7 @@ class Tuner:
     @forks.cached_property
     def tensors(self) -> set[str]:
         """The parameters that the kernel loads from or stores to."""
-        return set(_tensors_in(self.function))
+        return _tensors_in(self.function, self.scope, frozenset())
 
     def names(self, option: str, position: int = 99) -> tuple[str, ...] | None:
         """Return the names in an option such as `key`; None if they are unknown."""
@@ -127,14 +128,37 @@ def _mentioned(node: ast.AST | None, scope: Scope) -> Iterator[WrittenConfig]:
                 elif hasattr(value, "text"):
                     function, around = value.text
                     pending.append((function, around.inside(function)))
+                elif isinstance(part, ast.Name):
+                    bound = bindings(part.id, (scope.node, scope.file.tree))
+                    pending += [(each, scope) for each in bound if isinstance(each, ast.expr)]
 
 
-def _tensors_in(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the parameters that pointers to memory begin with."""
+def _tensors_in(function: ast.FunctionDef, scope: Scope, around: frozenset[str]) -> set[str]:
+    """Return the parameters that pointers to memory begin with, also in the functions called."""
+    tensors: set[str] = set()
     for call in walk(function):
-        if isinstance(call, ast.Call) and last_name(call.func) in _ACCESSES:
-            for pointer in call.args[:1]:
-                yield from _starts(pointer, function, frozenset())
+        if not isinstance(call, ast.Call):
+            continue
+        callee = base_of(value_of(call.func, scope))
+        pointers: list[ast.expr] = []
+        if isinstance(callee, ast.FunctionDef) and callee.name not in around:
+            names = _tensors_in(callee, scope, around | {function.name})
+            pointers = [value for name, value in bind(call, parameters(callee)) if name in names]
+        elif last_name(call.func) in _ACCESSES:
+            pointers = _pointers_of(call)
+        for pointer in pointers:
+            tensors |= _starts(pointer, function, frozenset())
+    return tensors
+
+
+def _pointers_of(call: ast.Call) -> list[ast.expr]:
+    """Return the pointer of a call of Triton's: its first argument, or a method's owner."""
+    owners = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    return [
+        *owners,
+        *call.args[:1],
+        *(k.value for k in call.keywords if k.arg in ("base", "pointer")),
+    ]
 
 
 def _starts(node: ast.AST, function: ast.FunctionDef, seen: frozenset[str]) -> set[str]:
@@ -147,6 +171,10 @@ def _starts(node: ast.AST, function: ast.FunctionDef, seen: frozenset[str]) -> s
             return set().union(*(_starts(each, function, seen | {name}) for each in values))
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
             return _starts(left, function, seen) or _starts(right, function, seen)
+        case ast.IfExp(body=body, orelse=other):
+            return _starts(body, function, seen) | _starts(other, function, seen)
+        case ast.Call():
+            return set().union(*(_starts(p, function, seen) for p in _pointers_of(node)))
     return set()
 
 

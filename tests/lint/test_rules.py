@@ -200,6 +200,7 @@ def launch(x, y, bias=None, dropout=0.0, scaled: bool = False):
         ("True", []),
         ("x.dtype == torch.float16", []),  # Triton's key has the dtypes
         ("x.shape[-1] % 64 == 0", []),  # made of a key name
+        ("x.is_floating_point()", []),
         ("True if x.dtype == torch.float16 else False", []),
         ("is_half(x)", []),
         ("is_long(x)", ["flag"]),
