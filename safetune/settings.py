@@ -344,9 +344,19 @@ class Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
         configured = tuple(_configured.items())
         found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), configured)
-        if found.log_level is not None:
-            logger.setLevel(found.log_level)
+        if found.log_level != _log_level_set:
+            _set_log_level(found.log_level)
         return found
+
+
+#: The level that SAFETUNE_LOG has set; the program may set another one then.
+_log_level_set: int | None = None
+
+
+def _set_log_level(level: int | None) -> None:
+    global _log_level_set
+    _log_level_set = level
+    logger.setLevel(logging.NOTSET if level is None else level)
 
 
 #: The fields that apply if the environment does not set them.

@@ -172,6 +172,19 @@ def test_each_line_is_written_once_and_never_by_loggings_last_resort(
     assert fresh_process(LOGGING, program).stderr.splitlines() == lines
 
 
+def test_a_level_that_the_program_sets_later_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("safetune")
+    monkeypatch.setenv("SAFETUNE_LOG", "info")
+    Settings.current()
+    assert logger.level == logging.INFO
+    logger.setLevel(logging.ERROR)
+    Settings.current()
+    assert logger.level == logging.ERROR
+    monkeypatch.delenv("SAFETUNE_LOG")
+    Settings.current()
+    assert logger.level == logging.NOTSET
+
+
 @pytest.mark.parametrize(
     ("env", "text", "first"),
     [
