@@ -238,7 +238,7 @@ def followed(node: ast.AST, scopes: Scopes) -> list[ast.AST | None]:
 def _passed_and_set(module: ast.AST) -> dict[tuple[str, str], list[ast.AST | None]]:
     """Return a module's values for each (function, parameter), and for each ("", field)."""
     values_by_name: dict[tuple[str, str], list[ast.AST | None]] = {}
-    nodes = [node for node, _, _ in walk_hosts(module)]
+    nodes = [*walk_hosts(module)]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for node in nodes:
         if isinstance(node, ast.Assign):

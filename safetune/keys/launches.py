@@ -140,7 +140,11 @@ def _launches(text: str) -> tuple[Launch, ...]:
 
 
 def _find_launches(tree: ast.AST) -> Iterator[Launch]:
-    for node, above, scopes in walk_hosts(tree):
+    pending: list[tuple[ast.AST, ast.AST, Scopes]] = [(tree, tree, ())]
+    while pending:  # an expression may have thousands of terms, one inside the other
+        node, above, scopes = pending.pop()
+        if _is_kernel(node):
+            continue
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Subscript):
                 yield Launch(node.func.value, node.func.slice, node, scopes)
@@ -149,21 +153,19 @@ def _find_launches(tree: ast.AST) -> Iterator[Launch]:
                     yield Launch(node, keyword.value, node, scopes)
         elif isinstance(node, ast.Subscript) and node is not getattr(above, "func", None):
             yield Launch(node.value, node.slice, None, scopes)
-
-
-def walk_hosts(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, Scopes]]:
-    """Yield (node, the node above, the scopes around), except in kernels, whose text runs on the
-    device.
-    """
-    pending: list[tuple[ast.AST, ast.AST, Scopes]] = [(tree, tree, ())]
-    while pending:  # an expression may have thousands of terms, one inside the other
-        node, above, scopes = pending.pop()
-        if _is_kernel(node):
-            continue
-        yield node, above, scopes
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.Lambda)):
             scopes = (node, *scopes)
         pending += [(child, node, scopes) for child in reversed(children(node))]
+
+
+def walk_hosts(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node like `walk`, except in kernels, whose text runs on the device."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if not _is_kernel(node):
+            yield node
+            pending += children(node)
 
 
 def _is_kernel(node: ast.AST) -> bool:
@@ -213,7 +215,7 @@ def _aliases(text: str, imported: frozenset[str]) -> set[str]:
 def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
     """Return the values that a module assigns to names, except for results of a launch."""
     assignments = []
-    for node, _, _ in walk_hosts(parse(text)):
+    for node in walk_hosts(parse(text)):
         match node:
             case ast.Assign(targets=targets, value=value):
                 pass
