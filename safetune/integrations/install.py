@@ -14,7 +14,9 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -136,13 +138,19 @@ class _Waiting(importlib.abc.MetaPathFinder):
     A search need not end in an import: torch only checks whether Triton can be found.
     """
 
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "triton":
+        if name != "triton" or vars(self._thread).get("searching"):
             return None
-        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
-        spec = next(filter(None, found), None)
+        self._thread.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._thread.searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
