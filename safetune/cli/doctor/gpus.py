@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from safetune.both import cuda, cuda_driver
 from safetune.cli.doctor.report import Check, check
 from safetune.errors import BackendError
 
 _ELSEWHERE = "only NVIDIA GPUs have isolation; tune on a machine with one"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def gpus() -> Iterator[Check]:
@@ -33,7 +36,7 @@ def gpus() -> Iterator[Check]:
             "driver", str(error), fail="run nvidia-smi; reload or reinstall NVIDIA's driver"
         )
         return
-    yield check("driver", version)
+    yield check("driver", f"{version}{_kernel_module()}")
     if not number.value:
         hidden = os.environ.get(cuda.VISIBLE)
         fix = f"{cuda.VISIBLE}={hidden!r} hides all" if hidden is not None else _ELSEWHERE
@@ -62,3 +65,11 @@ def _torch_sees(count: int) -> Check:
     build = f"torch {torch.__version__} sees none of the {count} devices of the driver"
     state = "warn" if os.environ.get("TRITON_INTERPRET") == "1" else "fail"
     return check("torch's CUDA", build, **{state: "install a torch that is built for CUDA"})
+
+
+def _kernel_module() -> str:
+    try:
+        found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _DRIVER_FILE.read_text())
+    except OSError:
+        return ""
+    return f", kernel module {found[1]}" if found else ""

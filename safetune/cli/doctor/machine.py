@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ _PROBE_S = 180.0
 #: Open files that a process with a few tuning processes and a store needs.
 _OPEN_FILES = 256
 _PROCESSES = 256
+_SHARED_MEMORY = 64 << 20
 _MEMORY = 4 << 30
 
 
@@ -74,7 +76,18 @@ def limits() -> Iterator[Check]:
         unlimited = soft == resource.RLIM_INFINITY
         raised = "" if unlimited or soft >= least else f"ulimit {flag} {4 * least}"
         yield check(name, "no limit" if unlimited else f"at most {soft}", warn=raised)
+    yield _shared_memory(Path("/dev/shm"))
     yield _calls()
+
+
+def _shared_memory(directory: Path) -> Check:
+    try:
+        usage = shutil.disk_usage(directory)
+    except OSError as error:
+        return check(str(directory), str(error), warn="mount a tmpfs there; torch and NCCL need it")
+    words = f"{size(usage.free)} free of {size(usage.total)}"
+    little = "docker run --shm-size=1g; torch and NCCL need it" * (usage.free < _SHARED_MEMORY)
+    return check(str(directory), words, warn=little)
 
 
 def _calls() -> Check:

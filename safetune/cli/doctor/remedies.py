@@ -1,24 +1,64 @@
-"""The remedy for a fault of a store: by its cause, or by what its directory shows."""
+"""Remedies for faults of a store, by their cause."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetune.settings import SharedKind, display_url, shared_kind
+
+_FULL = "free some space there: {where}"
+_NOT_ALLOWED = "give this user the right to write there: chown or chmod u+rwx {where}"
+_READ_ONLY = "make the database writable for this user: {where}"
+_BROKEN = "look for errors of the disk in dmesg"
+
 _NO_SPACE = 1 << 20
 
+_OF_ERRNO = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: "free some of your quota there: {where}",
+    errno.EROFS: "mount it writable, or name another directory: {where}",
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+    errno.ENOENT: "mkdir -p {where}",
+    errno.ENOTDIR: "name a directory: {where} is, or lies below, a file",
+    errno.EIO: _BROKEN,
+}
 
-def remedy(error: BaseException, directory: Path | None, otherwise: str) -> str:
-    """Return the remedy of the error or of its causes, else that for a directory, if it has one.
+#: What SQLite says, which has no number of its own for it.
+_OF_SQLITE = {
+    "database or disk is full": _FULL,
+    "attempt to write a readonly database": _READ_ONLY,
+    "unable to open database file": _NOT_ALLOWED,
+    "disk I/O error": _BROKEN,
+    "database is locked": "end the process that keeps it locked, or wait for it",
+}
+
+
+def remedy(error: BaseException, where: Path | str, otherwise: str) -> str:
+    """Return the remedy for the first known cause of an error.
 
     Args:
-        otherwise: the remedy if the directory shows no fault.
+        where: the directory with the fault.
+        otherwise: the remedy if no cause is known.
     """
-    fixes = (getattr(cause, "fix", "") for cause in _causes(error))
-    of_directory = _fault_of(directory) if directory is not None else ""
-    return next(filter(None, fixes), of_directory or otherwise)
+    for cause in _causes(error):
+        if fix := getattr(cause, "fix", ""):
+            return str(fix)
+        number = cause.errno if isinstance(cause, OSError) else None
+        known = _OF_ERRNO.get(number or 0) or _OF_SQLITE.get(str(cause))
+        if number == errno.ENOENT and os.path.exists(where):
+            return otherwise  # as below /proc
+        if known == _READ_ONLY and os.statvfs(where).f_flag & os.ST_RDONLY:
+            known = _OF_ERRNO[errno.EROFS]
+        if known == _BROKEN and shutil.disk_usage(where).free < _NO_SPACE:
+            known = _FULL  # of the files beside a database, SQLite says no more
+        if known is not None:
+            return known.format(where=where)
+    return otherwise
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -28,16 +68,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _fault_of(directory: Path) -> str:
-    if not directory.exists():
-        return f"mkdir -p {directory}"
-    if not directory.is_dir():
-        return f"name a directory: {directory} is, or lies below, a file"
-    if os.statvfs(directory).f_flag & os.ST_RDONLY:
-        return f"mount it writable, or name another directory: {directory}"
-    if shutil.disk_usage(directory).free < _NO_SPACE:
-        return f"free some space there: {directory}"
-    for path in (directory, *directory.glob("*.db*")):
-        if not os.access(path, os.W_OK):
-            return f"give this user the right to write there: chown or chmod u+w {path}"
-    return ""
+def shared_path(url: str) -> str:
+    """Return the directory that a shared store lies in, or its URL."""
+    return url.partition("://")[2] if shared_kind(url) is SharedKind.DIRECTORY else display_url(url)

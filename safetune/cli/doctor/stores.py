@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetune.cli.doctor.remedies import remedy
+from safetune.cli.doctor.remedies import remedy, shared_path
 from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import counted
 from safetune.cli.stored import check_writable, counts, located, open_store
 from safetune.errors import InvalidSetting, SafetuneError, StoreError
-from safetune.settings import Mode, Settings, SharedKind, display_url, shared_kind
+from safetune.settings import Mode, Settings, display_url
 from safetune.show.words import size
 
 #: A store of many kernels has some 10 MiB; Triton's cache has GiBs.
@@ -88,19 +88,14 @@ def _writable(directory: Path) -> Iterator[Check]:
             found = f"{counted(damaged, 'damaged row')}, which safetune ignores and measures again"
             yield check("damaged rows", found, warn="look for errors of the disk in dmesg")
         return
-    words = f"{database} does not exist yet, and can be created"
-    yield _refused("database", directory, "SAFETUNE_CACHE_DIR") or check("database", words)
-
-
-def _refused(name: str, directory: Path, variable: str) -> Check | None:
-    """Return a failure if no file can be made in a directory, which may not exist yet."""
     parent = _existing(directory)
     try:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
-        fix = remedy(error, parent, f"set {variable} to a directory that you can write to")
-        return check(name, f"{parent} cannot be written to: {error.strerror}", fail=fix)
-    return None
+        fix = remedy(error, parent, "set SAFETUNE_CACHE_DIR to a directory that you can write to")
+        yield check("database", f"{parent} cannot be written to: {error.strerror}", fail=fix)
+    else:
+        yield check("database", f"{database} does not exist yet, and can be created")
 
 
 def _permissions(directory: Path) -> Check:
@@ -122,8 +117,12 @@ def triton_cache() -> Iterator[Check]:
     """The directory of compiled kernels, which tuning processes fill."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     directory = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
-    if refused := _refused("Triton's cache", directory, "TRITON_CACHE_DIR"):
-        yield refused
+    parent = _existing(directory)
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        fix = remedy(error, parent, "set TRITON_CACHE_DIR to a directory that you can write to")
+        yield check("Triton's cache", f"{parent} cannot be written to: {error.strerror}", fail=fix)
         return
     from safetune.store.local import db_files
 
@@ -157,9 +156,7 @@ def shared_store() -> Iterator[Check]:
         yield check("shared store", f"{words}: {error}", warn=fix)
         return
     except SafetuneError as error:
-        is_directory = shared_kind(url) is SharedKind.DIRECTORY
-        directory = Path(url.partition("://")[2]) if is_directory else None
-        fix = remedy(error, directory, "check the URL, the network and the credentials")
+        fix = remedy(error, shared_path(url), "check the URL, the network and the credentials")
         found = f"{words}: {error}; until it is corrected each node tunes for itself"
         yield check("shared store", found, fail=fix)
         return
