@@ -107,25 +107,6 @@ class Number(click.FloatRange):
         return found
 
 
-def by_name(_: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    """Return the values of texts such as `N=1000` by their names."""
-    for text in texts:
-        if not all(text.partition("=")):
-            form = str(parameter.metavar).removesuffix("...")
-            raise click.BadParameter(f"{text!r} is not {form}, as in N=1000")
-    return dict(text.split("=", 1) for text in texts)
-
-
-key_option: Option = click.option(
-    "--key",
-    "parts",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=by_name,
-    help="Only keys with this value.",
-)
-
-
 @dataclass(frozen=True)
 class Filter:
     """The keys that a command selects; an empty field matches every key."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 import click
@@ -34,12 +34,20 @@ _SORTS: dict[str, Callable[[Entry], Any]] = {
 }
 
 
+def _since(_: click.Context, __: click.Parameter, text: str | None) -> float:
+    """Return the time of a day or a minute."""
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp() if text else 0.0
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a day; give e.g. 2026-11-01") from None
+
+
 @command("list", "safetune list", "safetune list --device H100 --since 2026-11-01 --sort time")
 @filtered("kernel", "device", "file")
 @click.option(
     "--since",
     metavar="YYYY-MM-DD",
-    type=click.DateTime(["%Y-%m-%d"]),
+    callback=_since,
     help="Only choices made on this day or later.",
 )
 @click.option("--disputed", is_flag=True, help="Only choices whose result is disputed.")
@@ -55,7 +63,7 @@ _SORTS: dict[str, Callable[[Entry], Any]] = {
     "--all", "everything", is_flag=True, help="Also list sources that were tuned earlier."
 )
 def list_choices(
-    only: Filter, since: datetime | None, disputed: bool, shared: bool, sort: str, everything: bool
+    only: Filter, since: float, disputed: bool, shared: bool, sort: str, everything: bool
 ) -> None:
     """List the stored choices, one row per kernel, arguments and device.
 
@@ -67,12 +75,12 @@ def list_choices(
         entry
         for entry in (stored_entries(copy_of_shared()) if shared else entries_of(open_store()))
         if only.matches(entry.key)
-        if since is None or entry.choice.created >= since.timestamp()
+        if entry.choice.created >= since
         if not disputed or entry.choice.dispute
     ]
     entries.sort(key=_SORTS[sort])
     shown, folded = (entries, "") if everything else newest_sources(entries)
-    is_filtered = only != Filter() or since is not None or disputed
+    is_filtered = only != Filter() or bool(since) or disputed
     blocks = _blocks(shown, folded, is_filtered)
     emit([choice_data(entry) for entry in entries], blocks)
 

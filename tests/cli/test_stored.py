@@ -358,10 +358,7 @@ class TestShow:
         assert safetune.error("show", "add_one", "--key", "M=77") == (
             "Error: M is not in the key of add_one, which has N, dtype"
         )
-        assert (
-            "'tomorrow' does not match the format '%Y-%m-%d'"
-            in safetune("list", "--since", "tomorrow").stderr
-        )
+        assert "'tomorrow' is not a day" in safetune("list", "--since", "tomorrow").stderr
 
     def test_an_unknown_kernel(self, safetune: Any, tuned: dict[str, Any]) -> None:
         assert safetune.error("show", "add_two") == (
