@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -31,6 +30,7 @@ from safetune.store.local.db_files import tries
 from safetune.store.local.locks import waited
 from safetune.store.local.rows import OWN
 from safetune.store.shared import local_copy
+from safetune.store.shared.io_thread import IOThread
 from safetune.store.shared.protocol import (
     Claim,
     Lease,
@@ -92,7 +92,8 @@ class SharedLayer:
         self._writes = writes
         self._clock = clock
         self._wait_s = wait_s
-        self._tasks: set[Future[Any]] = set()
+        self._asks = IOThread("safetune-shared")
+        self._asked: SharedStore = backend
         self._stuck: Future[Any] | None = None
         self._memory: dict[tuple[str, str], StoredChoice] = {}
         self._pullers: dict[str, Puller] = {}
@@ -106,7 +107,7 @@ class SharedLayer:
 
     def _start_over(self) -> None:
         """Forget the parent's threads, in a forked child."""
-        self._pullers, self._unanswered, self._tasks = {}, {}, set()
+        self._pullers, self._unanswered = {}, {}
         self._stuck, self._away_until = None, 0.0
 
     @property
@@ -168,7 +169,7 @@ class SharedLayer:
         """Free a lease, without waiting for the result."""
         if not isinstance(lease, NoLease):
             with contextlib.suppress(RuntimeError):
-                self._begin(lambda: _logged(lease.release))
+                self._asks.submit(lambda: _logged(lease.release))
 
     def publish(self, space: str, stored: StoredChoice) -> StoredChoice:
         """Publish a choice, and return the one that all nodes use: the first of its name.
@@ -192,8 +193,8 @@ class SharedLayer:
 
     def flush(self) -> None:
         """Wait at most two seconds for pending requests and releases."""
-        if self.is_on:
-            wait(tuple(self._tasks), ANSWER_S)
+        if (last := self._asks.last) is not None and self.is_on:
+            wait([last], ANSWER_S)
 
     def close(self) -> None:
         """Stop pulling; the store may still be asked."""
@@ -227,36 +228,21 @@ class SharedLayer:
         return otherwise
 
     def _answer(self, work: Callable[[SharedStore], Result]) -> Result:
-        store = self._backend.again()
+        def run() -> Result:
+            self._asked = self._backend.again()
+            return self._checked(self._asked, work)
+
         try:
-            task = self._begin(lambda: self._checked(store, work))
+            task = self._asks.submit(run)
         except RuntimeError as error:
             raise StoreError(f"cannot ask {self._name}: {error}") from error
         with contextlib.suppress(FutureTimeoutError):
             return task.result(ANSWER_S)
-        if store.is_connected:
+        if self._asked.is_connected:
             with contextlib.suppress(FutureTimeoutError):
                 return task.result(CONNECTED_S - ANSWER_S)
         self._stuck = task
         raise StoreError(f"{self._name} does not answer in time")
-
-    def _begin(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` in a thread, which may never return, as on a dead mount.
-
-        Raises `RuntimeError` if no thread can start, as at exit.
-        """
-        task: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                task.set_result(work())
-            except BaseException as error:
-                task.set_exception(error)
-
-        threading.Thread(target=run, name="safetune-shared", daemon=True).start()
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _checked(self, store: SharedStore, work: Callable[[SharedStore], Result]) -> Result:
         """Return the result of `work` on a store; any failure of a back end is a `StoreError`."""
