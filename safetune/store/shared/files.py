@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
@@ -50,6 +51,14 @@ _MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, err
 
 #: Its errors where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class _NotMounted(Exception):
+    """The share of a directory may not be mounted; the text says so, and `fix` what to do."""
+
+    def __init__(self, text: str, fix: str) -> None:
+        super().__init__(text)
+        self.fix = fix
 
 
 class RecordFiles(ABC):
@@ -144,7 +153,7 @@ class RecordFiles(ABC):
         """The path of a record's file."""
 
     @abstractmethod
-    def _create(self, path: Any, data: bytes, is_record: Callable[[], object]) -> None:
+    def _create(self, path: Any, data: bytes, is_record: Callable[[Any], object]) -> None:
         """Write a file, in place of one that is not a record, and of no other."""
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
@@ -153,7 +162,7 @@ class RecordFiles(ABC):
         if stored := self._read(path, namespace, name):
             return stored
         data = encode(record).encode()
-        self._create(path, data, lambda: self._read(path, namespace, name))
+        self._create(path, data, lambda path: self._read(path, namespace, name))
         return self._read(path, namespace, name) or record
 
     @contextlib.contextmanager
@@ -166,7 +175,7 @@ class RecordFiles(ABC):
             refused = isinstance(error, PermissionError)
             refused = refused or getattr(error, "errno", None) in _UNWRITABLE
             kind = Unwritable if refused and action != "read" else StoreError
-            reason = driver_error(error)
+            reason = str(error) if isinstance(error, _NotMounted) else driver_error(error)
             raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
 
@@ -185,7 +194,7 @@ class Directory(RecordFiles):
         self._root = root / str(FORMAT)
 
     def _namespaces(self) -> list[str]:
-        return _entries(self._root)
+        return _namespace_entries(self._root)
 
     def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -196,7 +205,7 @@ class Directory(RecordFiles):
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
         self._check_mounted()
         root = self._root / namespace
-        buckets = _entries(root) if keys is None else {key[:2] for key in keys}
+        buckets = _namespace_entries(root) if keys is None else {key[:2] for key in keys}
         paths = (root / bucket / file for bucket in buckets for file in _entries(root / bucket))
         return {name: path for path in paths if (name := name_in(path.name))}
 
@@ -205,8 +214,7 @@ class Directory(RecordFiles):
         place = self._root.parent
         if not place.exists() and not os.listdir(place.parent) and not place.parent.is_mount():
             problem = f"{place.parent} is empty, perhaps not mounted: create {place} first"
-            error = StoreError(f"cannot use the shared store {self.location}: {problem}")
-            raise error.with_fix(f"mkdir -p {place}, unless a share belongs there")
+            raise _NotMounted(problem, f"mkdir -p {place}, unless a share belongs there")
 
     def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
         try:
@@ -216,12 +224,17 @@ class Directory(RecordFiles):
             return None
         return decoded(text, namespace, name)
 
-    def _create(self, path: Path, data: bytes, is_record: Callable[[], object]) -> None:
+    def _create(self, path: Path, data: bytes, is_record: Callable[[Path], object]) -> None:
         self._check_mounted()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except FileExistsError as error:
+            logger.info("%s is not a directory; leaving it unchanged: %s", path.parent, error)
+            return
         with written_beside(path, data) as new:
-            if not give_name(new, path) and _is_readable(path) and not is_record():
-                new.replace(path)  # e.g. half a record
+            if not give_name(new, path):
+                _mend(path, new, is_record)
 
 
 class Objects(RecordFiles):
@@ -287,11 +300,11 @@ class Objects(RecordFiles):
         except (FileNotFoundError, IsADirectoryError):
             return None
 
-    def _create(self, path: str, data: bytes, is_record: Callable[[], object]) -> None:
+    def _create(self, path: str, data: bytes, is_record: Callable[[str], object]) -> None:
         try:
             self._files.pipe_file(path, data, mode="create")
         except FileExistsError:
-            if not is_record():
+            if not is_record(path):
                 self._files.pipe_file(path, data)
 
 
@@ -299,24 +312,39 @@ def _is_small(facts: Mapping[str, Any]) -> bool:
     return (facts.get("size") or 0) <= MAX_BYTES
 
 
-def _is_readable(path: Path) -> bool:
-    """Whether it is a file that this user may read; what another one may read can be a record."""
+def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> None:
+    """Put a record in place of a file that is not one, such as half of one, and of nothing else."""
     try:
         beginning(path, 1)
     except (OSError, PackError) as error:
         logger.info("%s is not a record; leaving it unchanged: %s", path, error)
-        return False
-    return True
+        return
+    if is_record(path):
+        return
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.old")
+    with contextlib.suppress(FileNotFoundError):  # another node has moved it
+        path.rename(aside)
+        if is_record(aside):  # another node has put it there meanwhile
+            give_name(aside, path)
+        aside.unlink()
+    give_name(temporary, path)
 
 
-def _entries(directory: Path) -> list[str]:
-    """What is in a directory; raises `OSError` where the store does not answer."""
+def _namespace_entries(directory: Path) -> list[str]:
+    """What is in the directory of a namespace; raises `OSError` where the store does not answer."""
     try:
         return os.listdir(directory)
     except OSError as error:
         if error.errno in _MISSES:
             return []
         raise
+
+
+def _entries(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
 
 
 def give_name(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:

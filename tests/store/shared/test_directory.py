@@ -133,9 +133,9 @@ def test_an_unmounted_share_is_not_made_on_the_local_disk(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
     share.parent.mkdir()  # the mount point
     empty = f"mount is empty, perhaps not mounted: create {share} first"
-    with pytest.raises(StoreError, match=f"cannot use .*{empty}"):
+    with pytest.raises(StoreError, match=f"cannot read .*{empty}"):
         Directory(share).names(SPACE)
-    with pytest.raises(StoreError, match=f"cannot use .*{empty}"):
+    with pytest.raises(StoreError, match=f"cannot write to .*{empty}"):
         Directory(share).publish(SPACE, [stored()])
     (tmp_path / "mount" / "other").mkdir()  # mounted, with something on it
     assert Directory(share).publish(SPACE, [stored()]) == [stored()]
@@ -154,12 +154,16 @@ ODD: dict[str, Callable[[Path], object]] = {
 def test_one_odd_entry_is_a_miss_and_the_others_are_read_and_written(
     kind: str, tmp_path: Path
 ) -> None:
+    """In the place of a record, and in that of a directory of records."""
     store = Directory(tmp_path)
     store.publish(SPACE, [stored(number) for number in range(6)])
     space = tmp_path / str(FORMAT) / SPACE
     (path,) = space.rglob(f"*{key(0).digest}*")
     path.unlink()
     ODD[kind](path)
+    bucket = space / key(7).digest[:2]
+    assert not bucket.exists()
+    ODD[kind](bucket)
 
     assert store.get(SPACE, key(0).digest, LIST) is None
     names = store.names(SPACE)
@@ -170,6 +174,33 @@ def test_one_odd_entry_is_a_miss_and_the_others_are_read_and_written(
     assert store.publish(SPACE, new) == new
     assert store.get(SPACE, key(6).digest, LIST) == stored(6)
     assert os.path.lexists(path), "what is not a file is left as it is"
+
+
+def test_a_record_that_another_node_mended_meanwhile_stays(tmp_path: Path) -> None:
+    """Both have seen half a record; the other is faster."""
+    store = Directory(tmp_path)
+    store.publish(SPACE, [stored()])
+    (path,) = tmp_path.rglob("*.json")
+    half, other = path.read_bytes()[:100], tmp_path / "other"
+    Directory(other).publish(SPACE, [stored(0, 64)])
+    (mended,) = other.rglob("*.json")
+    path.write_bytes(half)
+
+    class Slow(Directory):
+        """The other node's record appears after this one has looked for the second time."""
+
+        looks = 0
+
+        def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
+            found = super()._read(path, namespace, name)
+            self.looks += 1
+            if self.looks == 2:
+                os.replace(mended, path)
+            return found
+
+    assert Slow(tmp_path).publish(SPACE, [stored(0, 128)]) == [stored(0, 64)]
+    assert store.get(SPACE, key().digest, LIST) == stored(0, 64)
+    assert files(tmp_path) == [path.name]
 
 
 def test_a_file_where_the_directory_should_be_is_an_error(tmp_path: Path) -> None:
