@@ -160,7 +160,8 @@ def _measured(
 
     proposer = _proposer()
     proposer._seed = seed
-    asked, times = Search(known, proposer, _near(path)), dict[int, float | None]()
+    asked, times = Search(known, proposer), dict[int, float | None]()
+    vars(asked)["_near"] = _near(path)
     while len(times) < budget and until not in times:
         batch = asked.ask(times, budget - len(times))
         if not batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 import safetune
 from safetune import messages
 from safetune.errors import SafetuneWarning
+from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess

@@ -51,7 +51,7 @@ class OutputCheck:
         launch_of: returns the launch of a config number.
         held_bytes: see `Results`.
         slow_s: seconds; a config whose first launch takes longer is launched once, whether it is
-            slow or was held up.
+            slow or was held up. After this time no other results are made again for a config.
 
     Attributes:
         left: the config that ran since the last `restore`, and how often; None if unknown.
@@ -262,9 +262,15 @@ class OutputCheck:
                 )
 
     def _find(self, groups: Sequence[Group]) -> tuple[Group | None, tuple[GroupDifference, ...]]:
-        """Return the first group whose result is in the live arguments, and how others differ."""
+        """Return the first group whose result is in the live arguments, and how others differ.
+
+        No result is made again once that has taken long: it is the time of the config that ran.
+        """
         differences: list[GroupDifference] = []
+        start = time.perf_counter()
         for group in groups:
+            if not self._results.holds(group) and time.perf_counter() - start > self._slow_s:
+                continue
             difference = self._difference(group)
             fine = self._effects.repeats and any(each.fine for each in difference.tensors)
             if not fine and not any(each.elements for each in difference.tensors):

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from safetune.child.arguments import Arguments, Copy
 from safetune.outcome import Group
 
-#: At least so many results are held, and more while they are within so many bytes.
+#: Up to so many results are held, and more while they are within so many bytes. The first of them
+#: stay; the last one makes room for the next.
 LEAST_HELD, HELD_BYTES = 8, 1 << 28
 
 
@@ -41,9 +42,14 @@ class Results:
         sums = self._arguments.sums
         written_to = {number: self._arguments.blocks[number] for number in blocks}
         self._held.pop(config, None)  # of an earlier group
-        if all(block.bytes.has_room(block.spec.size) for block in written_to.values()):
+        size = sum(block.spec.size for block in written_to.values())
+        if all(block.bytes.has_room(size) for block in written_to.values()):
             self._hold(config, {number: block.save() for number, block in written_to.items()})
         return Group(config, tuple(blocks), tuple(sums[number] for number in blocks), written)
+
+    def holds(self, group: Group) -> bool:
+        """Whether a group's result need not be made again."""
+        return group.number in self._held or not group.blocks
 
     def same(self, group: Group, number: int) -> bool:
         """Whether a block is bitwise equal to a group's result."""

@@ -110,8 +110,9 @@ class Report:
         """Record an event of this process, or of a worker with a name; print what cannot wait."""
         for left in event.get("left_out", ()):  # it may take hours until the end says it
             if left not in self.left_out:
-                echo(_left_out_words(left), err=True)
                 self.left_out.append(left)
+                if event["plan"]:
+                    echo(_left_out_words(left), err=True)
         self.left += "left" in event
         if "not_begun" in event:
             self.not_begun.append(event["not_begun"])

@@ -137,6 +137,8 @@ def tune_command(**given: Any) -> None:
                 _check_written()
                 report.check_begun()
     except Exception:
+        if parent is None:
+            report.take(planned_event((), left_out))
         if report.tuned or report.left_out or report.not_begun:
             report.print()
         raise

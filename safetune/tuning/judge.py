@@ -25,12 +25,14 @@ MIN_MAJORITY = 3
 _SPREAD_FACTOR = 4.0
 _LARGEST_SPREAD = 0.25
 
-#: A config is compared with all groups of several configs, and with so many others.
-_MOST_COMPARED = 64
+#: Of the groups of one config, a config is compared with so many first ones, which all others were
+#: compared with, and so many latest ones.
+_FIRST, _LATEST = 8, 64
 
-#: In a dispute, a config that differs from the largest group in at most this share of the elements
-#: may be chosen too: sums whose terms cancel differ so, if they are taken in another order.
-_FEW = 1e-5
+#: In a dispute, a config may be chosen too that differs from the largest group in at most this share
+#: of the elements, by at most so many times their typical size: sums whose terms cancel differ so,
+#: if they are taken in another order.
+_FEW, _NEAR = 1e-5, 10.0
 
 #: What a config sets that its kernel does not see.
 _OF_THE_LAUNCH = ("num_warps", "num_ctas", "num_stages", "maxnreg", "ir_override")
@@ -43,7 +45,7 @@ Options = Mapping[str, str]
 class Judgement:
     """The verdicts on the configs."""
 
-    candidates: frozenset[int]  # the configs that agree and may be chosen
+    candidates: frozenset[int]  # the configs that may be chosen
     #: For each config the number of configs in its group, itself included. Stored members of an
     #: earlier tuning count, launched or not.
     sizes: Mapping[int, int]
@@ -86,12 +88,12 @@ class Votes:
     def groups(self) -> list[Group]:
         """Return the groups that a config is compared with, largest first.
 
-        Of a list in which each config has a result of its own, these are the latest groups.
+        In a list in which each config has a result of its own, these are few.
         """
-        sizes, latest = self._sizes, list(self._kept.values())[-_MOST_COMPARED:]
-        large = [group for group in self._kept.values() if sizes[group.number] > 1]
-        both = {group.number: group for group in (*latest, *large)}
-        return sorted(both.values(), key=lambda group: (-sizes[group.number], group.number))
+        sizes, kept = self._sizes, list(self._kept.values())
+        large = [group for group in kept if sizes[group.number] > 1]
+        found = {group.number: group for group in (*kept[:_FIRST], *kept[-_LATEST:], *large)}
+        return sorted(found.values(), key=lambda group: (-sizes[group.number], group.number))
 
     def notes(self) -> list[str]:
         """Return what to report to the user, one sentence for each finding."""
@@ -114,8 +116,8 @@ def judge(
     """Decide which of the configs in `reports` are right.
 
     Those in the largest group are. The others are wrong if it is a strict majority of at least
-    three, and disputed otherwise. Of equal groups, the one with more stored members counts as
-    larger, then the one with the config declared first.
+    three, and disputed otherwise: then the ones that are near may be chosen, too. Of equal groups,
+    the one with more stored members counts as larger, then the one with the config declared first.
 
     Args:
         grids: the launch grid of each config.
@@ -237,13 +239,14 @@ class _Results:
         )
 
     def is_near(self, config: int, right: int) -> bool:
-        """Whether a config differs from another one in very few elements of many."""
+        """Whether a config differs from another one in very few elements of many, and by little."""
         found = self._difference(config, right)
         return (
             found is not None
             and not self._is_unsteady(config)
             and all(
-                each.elements <= _FEW * self._written(right, tensor)
+                each.elements == each.common <= _FEW * self._written(right, tensor)
+                and each.excess <= _NEAR
                 for tensor, each in enumerate(found)
             )
         )

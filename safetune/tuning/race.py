@@ -147,7 +147,7 @@ def clear(rounds: Mapping[int, Sequence[Timing]]) -> bool:
 
 
 def combine(rounds: Sequence[Timing], stage: str = "final") -> Timing:
-    """Return one timing for several rounds: the median of each field."""
+    """Return one timing for several rounds: the median of each field, and of undisturbed times."""
     return Timing(
         median_ms=statistics.median(timing.undisturbed_ms for timing in rounds),
         p20_ms=statistics.median(timing.p20_ms for timing in rounds),

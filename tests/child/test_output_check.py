@@ -223,6 +223,17 @@ class TestResults:
             report = trial.run(lambda out, x, value=config: out.fill_(value + 1.00001))
             assert (report.group, trial.launched) == (config, again)
 
+    @pytest.mark.parametrize(("slow_s", "again"), [(60.0, [0]), (0.0, [])])
+    def test_no_result_is_made_again_once_that_takes_long(
+        self, trial: Trial, slow_s: float, again: list[int]
+    ) -> None:
+        trial.run(double)
+        trial.fresh(slow_s=slow_s)
+        report = trial.run(lambda out, x: out.fill_(1.0))
+        assert trial.launched == again
+        assert [each.group for each in report.differences] == again
+        assert report.new_group is not None
+
     def test_without_room_for_it_a_result_is_made_again(
         self, trial: Trial, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -76,7 +76,7 @@ def test_clear_goes_on_where_the_shared_store_is_away(
     (tmp_path / "mount").mkdir()
     done = safetune("clear", "add_one", "--yes")
     assert (done.exit_code, done.stdout) == (0, "cleared 2 keys of add_one\n")
-    assert "Warning: the shared store may still hold them: cannot use" in done.stderr
+    assert "Warning: the shared store may still hold them: cannot read" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("list",), ("clear", "add_one", "--yes")])

@@ -99,14 +99,21 @@ def test_a_dispute_is_settled_by_the_largest_group_then_by_the_first_declared(
         assert outvoted == (config not in right)
 
 
-@pytest.mark.parametrize(("elements", "chosen"), [(40, {0, 1, 2}), (50, {0, 1})])
+@pytest.mark.parametrize(
+    ("apart", "chosen"),
+    [
+        pytest.param(Difference(40, 40, 40, 1.0), {0, 1, 2}, id="few"),
+        pytest.param(Difference(50, 50, 50, 1.0), {0, 1}, id="more"),
+        pytest.param(Difference(40, 39, 39, 1.0), {0, 1}, id="one is not written"),
+        pytest.param(Difference(1, 1, 1, 1e30), {0, 1}, id="far apart"),
+    ],
+)
 def test_in_a_dispute_few_elements_of_many_leave_no_config_out(
-    elements: int, chosen: set[int]
+    apart: Difference, chosen: set[int]
 ) -> None:
     """As in a gradient of FLA, whose terms cancel: any order of addition may be the right one."""
     made = reports([0, 0, 1], written=[1 << 22] * 3)
-    apart = (GroupDifference(0, (Difference(elements, elements, elements, 1.0),)),)
-    made[2] = replace(made[2], differences=apart)
+    made[2] = replace(made[2], differences=(GroupDifference(0, (apart,)),))
     found = judge(made, [(8,)] * 3)
     assert found.candidates == chosen
     assert found.disputed.keys() == {0, 1, 2}
@@ -311,7 +318,14 @@ class TestVotes:
         for config in range(200):
             votes.add(config, OutputReport(config, Group(config, (0,))))
         votes.add(200, OutputReport(3))
-        assert [group.number for group in votes.groups()] == [3, *range(136, 200)]
+        assert [group.number for group in votes.groups()] == [
+            3,
+            0,
+            1,
+            2,
+            *range(4, 8),
+            *range(136, 200),
+        ]
 
 
 CONFIGS = st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.integers(1, 3))
