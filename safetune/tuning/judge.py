@@ -29,9 +29,9 @@ _LARGEST_SPREAD = 0.25
 #: compared with, and so many latest ones.
 _FIRST, _LATEST = 8, 64
 
-#: In a dispute, a config may be chosen too that differs from the largest group in at most this share
-#: of the elements, by at most so many times their typical size: sums whose terms cancel differ so,
-#: if they are taken in another order.
+#: In a dispute, a config may be chosen too if it differs from the largest group in at most this
+#: share of the elements, by at most so many times their typical size: sums whose terms cancel
+#: differ so, if they are taken in another order.
 _FEW, _NEAR = 1e-5, 10.0
 
 #: What a config sets that its kernel does not see.
