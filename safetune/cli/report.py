@@ -111,7 +111,7 @@ class Report:
         for left in event.get("left_out", ()):  # it may take hours until the end says it
             if left not in self.left_out:
                 self.left_out.append(left)
-                if event["plan"]:
+                if event["plan"] or name:
                     echo(_left_out_words(left), err=True)
         self.left += "left" in event
         if "not_begun" in event:
