@@ -232,8 +232,9 @@ class Timing:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether many launches took far longer than others: the host delayed them, for example by
-        compiling, or the device served another process meanwhile.
+        """Whether many launches took far longer than the fastest ones.
+
+        The host delayed them, for example by compiling, or the device ran another process.
         """
         return self.p80_ms > _HELD_UP * self.p20_ms
 

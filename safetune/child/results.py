@@ -48,7 +48,7 @@ class Results:
         return Group(config, tuple(blocks), tuple(sums[number] for number in blocks), written)
 
     def holds(self, group: Group) -> bool:
-        """Whether a group's result need not be made again."""
+        """Whether a group's result can be read without another launch."""
         return group.number in self._held or not group.blocks
 
     def same(self, group: Group, number: int) -> bool:

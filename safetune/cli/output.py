@@ -52,7 +52,7 @@ def describe(error: BaseException) -> str:
 
 
 def show_traceback() -> bool:
-    """Print the traceback of the error that is being handled, if the command was given --debug."""
+    """With --debug, print the traceback of the current error."""
     context = click.get_current_context(silent=True)
     if context is None or not context.meta.get(DEBUG):
         return False

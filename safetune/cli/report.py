@@ -56,7 +56,7 @@ def tuned_event(planned: Planned, result: TuningResult) -> Event:
 
 
 def failed_event(planned: Planned, task: Task, error: NoWorkingConfig) -> Event:
-    """Return a tuning without a working config."""
+    """Return the event for a tuning in which no config works."""
     from safetune.config import config_text
 
     declared = {config_text(config): config for config in task.kernel.tuner.configs}

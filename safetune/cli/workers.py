@@ -40,7 +40,7 @@ class DroppedOut(SafetuneError):
 
 
 class Worker(Protocol):
-    """A process that tunes, here or elsewhere."""
+    """A process that tunes keys, on this machine or on another one."""
 
     name: str
 

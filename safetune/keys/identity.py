@@ -196,7 +196,7 @@ def is_layer(value: Any) -> bool:
 
 
 class _ByObject:
-    """Something about each object, found by its identity as long as it lives."""
+    """A value for each object, stored by the object's identity until the object is freed."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Callable[[], Any], Any]] = {}

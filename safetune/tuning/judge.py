@@ -239,7 +239,7 @@ class _Results:
         )
 
     def is_near(self, config: int, right: int) -> bool:
-        """Whether a config differs from another one in very few elements of many, and by little."""
+        """Whether two configs differ in very few elements, and only slightly there."""
         found = self._difference(config, right)
         return (
             found is not None

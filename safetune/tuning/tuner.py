@@ -691,7 +691,7 @@ def _store_choice(tuning: _Tuning, best: int, election: Election) -> ChoiceRecor
 
 
 def _marks_of_choice(tuning: _Tuning, outcome: Outcome) -> tuple[str, ...]:
-    """Return what users must know about the choice of a config with this outcome."""
+    """Return the marks that a choice of a config with this outcome carries."""
     kinds = [Mark.DISPUTED, Mark.NOT_REPEATABLE, *[Mark.SAME_BITS] * tuning.request.same_bits]
     marks = [text for text in outcome.marks if text.partition(":")[0] in kinds]
     if BUSY in outcome.marks:

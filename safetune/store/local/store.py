@@ -341,7 +341,7 @@ class Store:
 
     @contextlib.contextmanager
     def tables(self) -> Iterator[Database]:
-        """Yield the tables of the database, for commands; raises `StoreError`."""
+        """Yield the database as sqlite-utils opens it, for commands; raises `StoreError`."""
         from sqlite_utils import Database
 
         with self.connection.reading() as sqlite:
