@@ -154,6 +154,7 @@ class Tuner(Protocol):
         on_miss, measure, same_bits: None to follow SAFETUNE_ON_MISS, SAFETUNE_MEASURE,
             SAFETUNE_SAME_BITS.
         budget: None to measure every config.
+        given_up: see `tuning.requests.TuningRequest`.
         configs_timings, bench_time, tuning_phases: of the last tuning; phases in seconds.
     """
 
@@ -178,6 +179,7 @@ class Tuner(Protocol):
     measure: MeasurePolicy | None
     same_bits: bool | None
     budget: SearchBudget | None
+    given_up: set[tuple[Any, str]]
     configs_timings: dict[Config, list[float]]
     bench_time: float
     tuning_phases: dict[str, float]

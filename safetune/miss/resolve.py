@@ -112,6 +112,7 @@ class Miss:
             proposer=tuner.proposer,
             measure=settings.measure_of(tuner.measure),
             same_bits=same_bits,
+            given_up=tuner.given_up,
         )
 
     def key(self) -> TuningKey:

@@ -118,6 +118,8 @@ class TuningRequest:
     #: Made offline: it goes on with the configs that an earlier search of this key left out, and
     #: believes an earlier process that none works for its call.
     goes_on: bool = False
+    #: What this process gave up compiling for other keys of the kernel: dtypes and config digest.
+    given_up: set[tuple[Any, str]] = field(default_factory=set)
     #: Those of a call whose arguments are gone, or were never there.
     known: tuple[Grids, Scopes | None] | None = None
 
@@ -150,6 +152,11 @@ class TuningRequest:
     def by_digest(self) -> dict[str, Config]:
         """The configs by their digests."""
         return {config_digest(config): config for config in self.configs}
+
+    @property
+    def compiles_all(self) -> bool:
+        """Whether it waits for every compile, however slow."""
+        return self.goes_on or self.same_bits
 
     @property
     def without_identity(self) -> str:

@@ -155,6 +155,10 @@ class _Tuning:
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
     name: str = field(default_factory=lambda: os.urandom(6).hex())  # see `Outcome.tunings`
 
+    def compile_of(self, config: int) -> tuple[Any, str]:
+        """What decides how long a config takes to compile."""
+        return self.request.key.dtypes, self.digests[config]
+
     def unchanged(self) -> ChoiceRecord | None:
         """Return the choice that the key has already, if no new config works beside it."""
         works = any(self.outcomes[config].ok for config in self.new if config in self.outcomes)
@@ -352,7 +356,7 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
         with made or LaunchBench(tuning.request, phases) as bench:
             tuning.notes.extend(bench.notes)
             request, outcomes = tuning.request, tuning.outcomes
-            batches: Iterable[Sequence[int]] = [[i for i in tuning.new if i not in outcomes]]
+            batches: Iterable[Sequence[int]] = _batches(tuning)
             if request.budget is not None:
                 known = (request, request.budget, tuning.store, outcomes)
                 batches = budgets.batches(*known, tuning.notes, phases)
@@ -381,6 +385,18 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
                     _race(tuning, bench, budget)
 
 
+def _batches(tuning: _Tuning) -> Iterator[Sequence[int]]:
+    """Yield the new configs; if one works, without those that were given up for another key."""
+    request, new = tuning.request, [i for i in tuning.new if i not in tuning.outcomes]
+    slow = [i for i in new if i > 0 and tuning.compile_of(i) in request.given_up]
+    slow = [] if request.compiles_all else slow
+    yield [config for config in new if config not in slow]
+    if tuning.working():
+        tuning.given_up.extend(slow)
+    else:
+        yield slow
+
+
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
     """Run each config once it is compiled: its outputs are checked, and it gets a first time."""
     timeout_s = tuning.request.limits.compile_timeout_s
@@ -390,8 +406,7 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
 
     def may_give_up(config: int) -> bool:
         """Not the one that Triton would launch untuned, and none before another one works."""
-        every = tuning.request.goes_on or tuning.request.same_bits
-        return not every and config > 0 and best_ms is not None
+        return not tuning.request.compiles_all and config > 0 and best_ms is not None
 
     for config, failure, same in bench.compiled(configs, timeout_s, may_give_up):
         tuning.announce(config, "screen")
@@ -417,7 +432,9 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
         last = config
         if outcome.timing is not None:
             best_ms = min(outcome.timing.median_ms, best_ms or math.inf)
-    tuning.given_up.extend(config for config in configs if config not in tuning.outcomes)
+    left = [config for config in configs if config not in tuning.outcomes]
+    tuning.given_up.extend(left)
+    tuning.request.given_up.update(map(tuning.compile_of, left))
     if last is not None and tuning.store.outlives_machine:  # it is not suspect in the final
         tuning.keep({last: tuning.outcomes[last]}, durable=True)
 

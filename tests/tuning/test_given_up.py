@@ -6,6 +6,7 @@ measures in the interpreter.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,16 @@ from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import TuningResult
 from safetune.tuning.tuner import tune
 from tests.isolation.test_compile_pool import JIT, spec
-from tests.tuning.test_budget import CONFIGS, InOrder, N, decorated, grid, launched, stored_marks
+from tests.tuning.test_budget import (
+    CONFIGS,
+    InOrder,
+    N,
+    bench,
+    decorated,
+    grid,
+    launched,
+    stored_marks,
+)
 
 FEW = CONFIGS[:4]
 
@@ -79,8 +89,8 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
-    def run(kernel: Any, hanging: int, goes_on: bool = False) -> TuningResult:
-        args = (torch.zeros(N), torch.zeros(N), N)
+    def run(kernel: Any, hanging: int, goes_on: bool = False, n: int = N) -> TuningResult:
+        args = (torch.zeros(n), torch.zeros(n), n)
         request = replace(Miss(kernel, args, {"grid": grid}).request(False), goes_on=goes_on)
         bench = CompilingBench(request)
         bench.hanging = hanging
@@ -107,6 +117,36 @@ def test_it_is_left_out_and_the_choice_says_so(tuned: Callable[..., TuningResult
     assert dict(key.facts())["searched"] == (
         f"among 3 of 4 configs; given up while compiling: {text}"
     )
+
+
+def test_no_other_key_waits_for_it(tuned: Callable[..., TuningResult], tmp_path: Path) -> None:
+    kernel = decorated(FEW, compile_timeout_s=3.0)
+    for n in (N, N + 1):
+        result = tuned(kernel, hanging=2, n=n)
+        assert [config for config, _ in result.outcomes] == [FEW[0], FEW[1], FEW[3]]
+        assert Mark.SEARCHED.reason_in(result.stored.marks).endswith(config_text(FEW[2]))
+    began = [ast.literal_eval(line)[1] for line in (tmp_path / "log").read_text().splitlines()]
+    assert began.count(2) == 1
+    rest = tuned(kernel, hanging=2, n=N + 1, goes_on=True)
+    assert [config for config, _ in rest.outcomes] == FEW
+
+
+def test_another_key_waits_for_it_where_nothing_else_works(
+    tuned: Callable[..., TuningResult],
+) -> None:
+    fails = False
+
+    def timed(launch: Callable[[], None], quantiles: Any) -> list[float]:
+        if fails:
+            raise RuntimeError("a config that does not run")
+        return bench(launch, quantiles)
+
+    kernel = decorated(FEW, do_bench=timed, compile_timeout_s=3.0)
+    tuned(kernel, hanging=2)
+    fails = True
+    with pytest.raises(NoWorkingConfig) as error:
+        tuned(kernel, hanging=2, n=N + 1)
+    assert error.value.outcomes[2][1].label == "compile_timeout"
 
 
 def test_later_launches_take_the_choice_and_an_offline_tuning_measures_the_rest(
