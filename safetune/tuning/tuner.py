@@ -155,7 +155,7 @@ class _Tuning:
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
     name: str = field(default_factory=lambda: os.urandom(6).hex())  # see `Outcome.tunings`
 
-    def compile_of(self, config: int) -> tuple[Any, str]:
+    def compile_of(self, config: int) -> tuple[object, str]:
         """What decides how long a config takes to compile."""
         return self.request.key.dtypes, self.digests[config]
 

@@ -31,18 +31,14 @@ from safetune.tuning.bench import LaunchBench
 from safetune.tuning.requests import TuningResult
 from safetune.tuning.tuner import tune
 from tests.isolation.test_compile_pool import JIT, spec
-from tests.tuning.test_budget import (
-    CONFIGS,
-    InOrder,
-    N,
-    bench,
-    decorated,
-    grid,
-    launched,
-    stored_marks,
-)
+from tests.tuning.test_budget import CONFIGS, InOrder, N, decorated, grid, launched, stored_marks
 
 FEW = CONFIGS[:4]
+
+
+def fail(launch: Callable[[], None], quantiles: Any) -> list[float]:
+    """Time no config."""
+    raise RuntimeError("a config that does not run")
 
 
 @contextlib.contextmanager
@@ -120,33 +116,25 @@ def test_it_is_left_out_and_the_choice_says_so(tuned: Callable[..., TuningResult
 
 
 def test_no_other_key_waits_for_it(tuned: Callable[..., TuningResult], tmp_path: Path) -> None:
-    kernel = decorated(FEW, compile_timeout_s=3.0)
+    kernel = decorated(FEW)
     for n in (N, N + 1):
         result = tuned(kernel, hanging=2, n=n)
         assert [config for config, _ in result.outcomes] == [FEW[0], FEW[1], FEW[3]]
         assert Mark.SEARCHED.reason_in(result.stored.marks).endswith(config_text(FEW[2]))
     began = [ast.literal_eval(line)[1] for line in (tmp_path / "log").read_text().splitlines()]
     assert began.count(2) == 1
-    rest = tuned(kernel, hanging=2, n=N + 1, goes_on=True)
-    assert [config for config, _ in rest.outcomes] == FEW
 
 
 def test_another_key_waits_for_it_where_nothing_else_works(
     tuned: Callable[..., TuningResult],
 ) -> None:
-    fails = False
-
-    def timed(launch: Callable[[], None], quantiles: Any) -> list[float]:
-        if fails:
-            raise RuntimeError("a config that does not run")
-        return bench(launch, quantiles)
-
-    kernel = decorated(FEW, do_bench=timed, compile_timeout_s=3.0)
+    kernel = decorated(FEW)
     tuned(kernel, hanging=2)
-    fails = True
+    failing = decorated(FEW, do_bench=fail, compile_timeout_s=5.0)
+    failing.given_up = kernel.given_up
     with pytest.raises(NoWorkingConfig) as error:
-        tuned(kernel, hanging=2, n=N + 1)
-    assert error.value.outcomes[2][1].label == "compile_timeout"
+        tuned(failing, hanging=2, n=N + 1)
+    assert [config for config, _ in error.value.outcomes] == [*map(config_text, FEW)]
 
 
 def test_later_launches_take_the_choice_and_an_offline_tuning_measures_the_rest(
@@ -188,10 +176,6 @@ def test_a_search_does_not_ask_for_it_again(tuned: Callable[..., TuningResult]) 
 
 def test_none_is_given_up_before_one_works(tuned: Callable[..., TuningResult]) -> None:
     """Else there might be no choice at all."""
-
-    def fail(launch: Callable[[], None], quantiles: Any) -> list[float]:
-        raise RuntimeError("a config that does not run")
-
     kernel = decorated(FEW, do_bench=fail, compile_timeout_s=5.0)
     with pytest.raises(NoWorkingConfig) as error:
         tuned(kernel, hanging=2)
