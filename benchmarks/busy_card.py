@@ -2,10 +2,10 @@
 
 The keys are those of a matrix product of 10 to 40 us. The truth is the time of every config as it
 is deployed, on the idle card (`deployed_time`): the median of three processes, as a time depends on
-where a process's tensors lie. Every round begins with an empty store; compiled kernels stay. `alone`: one process tunes one key after the other. `tunings`: eight processes tune
-one key each. `program`: beside these another program launches, without a pause, a kernel that fills
-half of the multiprocessors. After a busy round one more process looks all keys up: `after` is what
-it launches.
+where a process's tensors lie. Every round begins with an empty store; compiled kernels stay.
+`alone`: one process tunes one key after the other. `tunings`: eight processes tune one key each.
+`program`: beside these another program launches, without a pause, a kernel that fills half of the
+multiprocessors. After a busy round one more process looks all keys up: `after` is what it launches.
 """
 
 from __future__ import annotations
