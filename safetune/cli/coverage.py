@@ -38,13 +38,13 @@ _MOST_LISTED = 10
     "database",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The calls that another safetune.db has recorded.",
+    help="Read the recorded calls from another safetune.db.",
 )
 @click.option(
     "--fail-under",
     metavar="PERCENT",
     type=click.FloatRange(0, 100),
-    help="Exit with 1 if fewer of the calls have a choice in the store or in a pack.",
+    help="Exit with 1 if fewer than PERCENT of the calls have a choice in the store or in a pack.",
 )
 def coverage_command(
     target: tuple[str, ...], database: Path | None, fail_under: float | None
