@@ -54,8 +54,8 @@ def coverage_command(
     A frozen process launches a call with the choice of its key from the store (exact) or a pack,
     with the choice of the nearest key of its kernel, or with the first config (nothing). A call has
     changed if its kernel was edited, rejects it, or is gone. To see that, the command imports the
-    kernels, from TARGET or from the modules that defined them. For --fail-under, calls whose kernel
-    could not be imported and lost calls have no choice.
+    kernels, from TARGET or from the modules that defined them. --fail-under counts lost calls, and
+    calls whose kernel could not be imported, as calls without a choice.
     """
     from safetune.store.local.store import Store
 
