@@ -359,9 +359,9 @@ def backward_configs(
     slices = [slice_count(config.kwargs["TILE_ELEMENTS"], COLUMNS) for config in left]
     if IN_PLACE and min(slices) > 1:
         raise ValueError(
-            f"IN_PLACE=True with COLUMNS={COLUMNS}: rows of more than {WIDEST_TILE} columns are "
-            "cut in slices, whose readers would see what others have stored; give the outputs "
-            "memory of their own"
+            f"IN_PLACE=True with COLUMNS={COLUMNS} cannot work: several programs share a row of "
+            f"more than {WIDEST_TILE} columns, and each would read what the others have already "
+            "overwritten. Give the outputs their own memory"
         )
     per_sm = programs_per_sm(COLUMNS, sums)
     most = MOST_IN_A_TURN_OF_FAST_MEMORY if fast_memory else MOST_IN_A_TURN

@@ -198,7 +198,7 @@ def _checked_statistics(mean: Tensor | None, rstd: Tensor | None, is_rms_norm: b
         missing = "rstd" if rstd is None else "mean"
         raise InvalidOperand(f"{missing} is None; pass the {missing} that layer_norm_fwd returned")
     if rstd.dtype.itemsize < 4:  # all sums would have that dtype
-        raise InvalidOperand(f"rstd is of {rstd.dtype}; pass the rstd that layer_norm_fwd returned")
+        raise InvalidOperand(f"rstd is {rstd.dtype}; pass the rstd that layer_norm_fwd returned")
     return rstd
 
 

@@ -76,8 +76,8 @@ def stored(**operands: Tensor | None) -> tuple[Any, ...]:
     for name, operand in operands.items():
         if operand is not None and _is_freed(operand):
             raise InvalidOperand(
-                f"{name} has no memory now; FSDP frees a parameter's memory outside of the forward "
-                "and backward pass of its module"
+                f"{name} has no memory now: FSDP frees a parameter's memory outside the forward "
+                "and backward pass of its module. Use it inside that pass"
             )
         if operand is not None and not is_stored(operand):
             operand = operand.clone(memory_format=torch.contiguous_format)
@@ -136,7 +136,7 @@ def check_operands(
         )
     shape, device = x.shape, x.device
     if not 1 <= shape[1] <= MAX_COLUMNS:
-        raise InvalidOperand(f"x has rows of {shape[1]} elements; it must be 1 to {MAX_COLUMNS}")
+        raise InvalidOperand(f"x has rows of {shape[1]} elements; give 1 to {MAX_COLUMNS}")
     check_kind("x", x, device)
     # Every launch runs this, so it is written for speed on the host.
     for operands, wanted in (
@@ -161,9 +161,9 @@ def check_kind(name: str, operand: Tensor, device: torch.device) -> None:
     Otherwise a kernel would get an address of another device's memory, or of a meta tensor.
     """
     if operand.dtype not in FLOATS:
-        raise InvalidOperand(f"{name} is of {operand.dtype}; it must be of {_FLOATS_TEXT}")
+        raise InvalidOperand(f"{name} is {operand.dtype}; it must be {_FLOATS_TEXT}")
     if operand.device != device:
-        raise InvalidOperand(f"{name} is on {operand.device} and x on {device}; move one of them")
+        raise InvalidOperand(f"{name} is on {operand.device}, but x is on {device}; move one")
     if operand.layout is not torch.strided:
         raise InvalidOperand(f"{name} has the layout {operand.layout}; call its to_dense()")
 
@@ -172,8 +172,8 @@ def check_device(x: Tensor) -> None:
     """Raise `InvalidOperand` for a tensor on the CPU, unless kernels are interpreted."""
     if not (x.is_cuda or _INTERPRETED) and x.device.type == "cpu":
         raise InvalidOperand(
-            "x is on the CPU; move it to a GPU, or set TRITON_INTERPRET=1 before safetune.kernels "
-            "is imported, which runs its kernels in Triton's interpreter"
+            "x is on the CPU; move it to a GPU. To run the kernels in Triton's interpreter "
+            "instead, set TRITON_INTERPRET=1 before safetune.kernels is imported"
         )
 
 
@@ -187,7 +187,7 @@ def refuse_transforms(*operands: Tensor | None) -> None:
         levels = functorch.get_interpreter_stack() or ()
         if any(level.key() == functorch.TransformType.Grad for level in levels):
             raise TracingError(
-                "safetune's norms do not support torch.func.grad, vjp and jacrev; use torch's "
+                "safetune's norms do not support torch.func.grad, vjp or jacrev; use torch's "
                 "norms, or torch.autograd.grad, with is_grads_batched=True for a Jacobian"
             )
     if forward_ad._current_level < 0:
@@ -215,7 +215,9 @@ def residual_rows(residual: Tensor | None, x: Tensor, num_groups: int) -> Tensor
     if residual is None:
         return None
     if residual.shape != x.shape:
-        raise InvalidOperand(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}")
+        raise InvalidOperand(
+            f"residual has shape {tuple(residual.shape)}, but x has shape {tuple(x.shape)}"
+        )
     return as_rows(residual, num_groups)
 
 

@@ -95,7 +95,7 @@ def check_configs(
     for position, config in enumerate(configs or ()):
         if not isinstance(config, Config):
             raise InvalidConfig(
-                f"configs[{position}] of {kernel_name} is {config!r}, a {type(config).__name__}; "
+                f"configs[{position}] of {kernel_name} is {config!r} ({type(config).__name__}); "
                 "it must be a triton.Config, e.g. triton.Config({'BLOCK': 128}, num_warps=4)"
             )
         kwargs = config.kwargs

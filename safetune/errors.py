@@ -206,8 +206,8 @@ class NoWorkingConfig(SafetuneError, RuntimeError):
         )
         hung = any(outcome.verdict is Verdict.TIMEOUT for _, outcome in self.outcomes)
         way_out = hung * (
-            "\nIf it waits for another process, thread or stream, it gets no answer in a tuning "
-            f"process: SAFETUNE_LEAVE={kernel} leaves it to Triton"
+            "\nA kernel that waits for another process, thread or stream waits forever in a tuning "
+            f"process. If this one does, SAFETUNE_LEAVE={kernel} leaves it to Triton"
         )
         before = "" if measured else f" (stored results; `safetune clear {kernel}` deletes them)"
         super().__init__(

@@ -93,13 +93,13 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
         return kind(value)
     except ValueError:
         valid = ", ".join(str(member.value) for member in kind)
-        raise InvalidSetting(f"{name}={value!r} is not known; use one of: {valid}") from None
+        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {valid}") from None
 
 
 def check_flag(name: str, value: object) -> bool:
     """Return a value that is True or False; raises `InvalidSetting` for any other."""
     if not isinstance(value, bool):
-        raise InvalidSetting(f"{name}={value!r} is not known; use True or False")
+        raise InvalidSetting(f"{name}={value!r} is not valid; use True or False")
     return value
 
 
@@ -252,28 +252,28 @@ def display_url(url: str) -> str:
 
 #: The meaning of a server's SQLSTATE.
 _REFUSALS = {
-    "25006": "the server only reads",
-    "28000": "the server does not let this user in",
-    "28P01": "the server refuses the password",
+    "25006": "the server is read-only",
+    "28000": "the server does not let this user log in",
+    "28P01": "the server rejected the password",
     "3D000": "the server has no such database",
     "42501": "permission denied",
     "42P01": "the database has no such table",
     "53100": "the server has no disk space left",
-    "53300": "the server has no connection left",
+    "53300": "the server has no connections left",
     "57014": "the server took too long",
-    "57P01": "the server has ended the connection",
+    "57P01": "the server closed the connection",
 }
 
 
 #: The same without a connection, and so without an SQLSTATE, by a part of the driver's text.
 _NO_CONNECTION = {
-    "Connection refused": "nothing listens there",
+    "Connection refused": "nothing is listening there",
     "too many clients": _REFUSALS["53300"],
     "password authentication failed": _REFUSALS["28P01"],
     "role ": "unknown user",
     "database ": _REFUSALS["3D000"],
     "certificate": "its certificate is missing or not accepted",
-    "SSL": "the server and this process do not agree on SSL",
+    "SSL": "the server and this process disagree about SSL",
     "timeout": "it does not answer in time",
     "translate host name": "unknown host",
 }
@@ -400,7 +400,7 @@ def configure(
 
 def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
     if value not in values:
-        raise InvalidSetting(f"{name}={value!r} is not known; use one of: {', '.join(values)}")
+        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {', '.join(values)}")
     return values[value]
 
 
@@ -526,7 +526,7 @@ def _warn(text: str) -> None:
 
 def _warn_of_unknown(names: frozenset[str]) -> None:
     if names:
-        _warn(f"unknown setting {with_nearest(sorted(names), VARIABLES)}")
+        _warn(f"ignoring unknown setting {with_nearest(sorted(names), VARIABLES)}")
 
 
 def _default_cache_dir() -> str:

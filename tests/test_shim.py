@@ -109,7 +109,7 @@ def test_a_mode_that_is_not_known_is_an_error(
     from safetune import settings
 
     request.addfinalizer(lambda: safetune.configure(mode="tune"))
-    with pytest.raises(safetune.InvalidSetting, match="mode='on' is not known; use one of: tune"):
+    with pytest.raises(safetune.InvalidSetting, match="mode='on' is not valid; use one of: tune"):
         safetune.configure(mode="on")
     safetune.configure(mode="frozen")
     assert settings.Settings.current().mode is settings.Mode.FROZEN

@@ -151,7 +151,7 @@ def required() -> Backend:
     """Return the back end of the device; raises `BackendError` if the device is unknown."""
     name = triton_internals.target_name()
     if name is None:
-        raise BackendError("Triton finds no device in this process, so there is no back end to use")
+        raise BackendError("Triton finds no device in this process, so nothing can be tuned here")
     return named(name)
 
 
@@ -184,7 +184,7 @@ def _find(name: str) -> Backend | BackendError:
     if name not in _made:
         try:
             if name not in _MODULES:
-                raise BackendError(f"isolation does not support the {name} back end yet")
+                raise BackendError(f"safetune cannot isolate configs on {name} devices yet")
             _made[name] = importlib.import_module(_MODULES[name]).make()
         except BackendError as error:
             _made[name] = BackendError(str(error))  # its frames would keep the caller's tensors

@@ -42,8 +42,8 @@ _MPS_DEFAULT = "/tmp/nvidia-mps"
 #: In a container, the owner of files that belong to an outside user: perhaps root's pipe.
 _UNMAPPED = 65534
 _OFFLINE = (
-    "Tune on another card of the same kind, with `safetune tune` or a run, and this process uses "
-    "those choices"
+    "Tune on another GPU of the same model, with `safetune tune` or by running the program there; "
+    "this process then uses those choices"
 )
 
 
@@ -155,14 +155,14 @@ class Cuda:
         mode = self.compute_mode(index)
         if mode is not ComputeMode.DEFAULT:
             return (
-                f"device {index} is in compute mode {mode.name}, so no second process can have a "
-                f"context beside this one's. {_OFFLINE}; or allow it with "
+                f"device {index} is in compute mode {mode.name}, so no second process can open a "
+                f"context on it. {_OFFLINE}. Or change the mode with "
                 "`nvidia-smi --compute-mode=DEFAULT`"
             )
         if server := self.mps_server(index):
             return (
                 f"device {index} is shared through MPS ({server}), where one config's fault would "
-                f"end the context of every client, including this process. {_OFFLINE}; or stop "
+                f"end the context of every client, including this process. {_OFFLINE}. Or stop "
                 "MPS with `echo quit | nvidia-cuda-mps-control`"
             )
         return ""

@@ -50,10 +50,7 @@ class Description(NamedTuple):
 
 
 class DriverError(BackendError):
-    """A call of the driver failed with the error of this name."""
-
-    def __init__(self, function: str, name: str) -> None:
-        super().__init__(f"the CUDA driver failed: {function} returned {name}")
+    """A call of the driver failed, or the driver or the device does not support it."""
 
 
 class LacksMemory(DriverError, MemoryError):
@@ -133,13 +130,14 @@ class Driver:
         raised.
         """
         if (asked := getattr(self._library, function, None)) is None:
-            raise DriverError(function, "nothing, as this driver does not have it")
+            raise DriverError(f"the CUDA driver is too old: it has no {function}; update it")
         error = int(asked(*map(_wide, arguments)))
         if error and error not in known:
             kind = LacksMemory if error == _OUT_OF_MEMORY else DriverError
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(error, ctypes.byref(text))
-            raise kind(function, text.value.decode() if text.value else f"error {error}")
+            name = text.value.decode() if text.value else f"error {error}"
+            raise kind(f"the CUDA driver failed: {function} returned {name}")
         return error
 
     # Devices and contexts

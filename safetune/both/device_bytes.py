@@ -132,7 +132,7 @@ class DeviceBytes:
         Raises `DriverError` if the device cannot share memory or has too little left.
         """
         if not self.driver.can_share(self._index):
-            raise DriverError("cuDeviceGetAttribute", "no support of shared memory")
+            raise DriverError(f"device {self._index} cannot share memory with another process")
         return SharedMemory(self.driver, self._index, size)
 
     def mapped(self, fd: int, size: int) -> MappedMemory:

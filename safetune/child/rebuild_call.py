@@ -120,7 +120,9 @@ def values_of(call: Call, parameter: str, arguments: Mapping[str, Any]) -> dict[
             raise
         raise InvalidSetting(f"{what} raised {type(error).__name__}: {error}") from error
     if not isinstance(returned, Mapping):
-        raise InvalidSetting(f"{what} returned {returned!r:.80}, not values by argument name")
+        raise InvalidSetting(
+            f"{what} returned {returned!r:.80}; it must return a dict of values by argument name"
+        )
     if unknown := [name for name in returned if name not in arguments]:
         raise InvalidSetting(
             f"{what} returned a value for {with_nearest(unknown, arguments)}, which the call does "

@@ -211,15 +211,15 @@ class Session:
     def _replayed(self, config: int, launch: ConfigLaunch, budget: Budget) -> Timing:
         """Time a config as replays of a graph; raises where only events can time it."""
         if self._replays is None or not self._is_own():
-            raise NotReplayable("code of the caller's is around the kernel")
+            raise NotReplayable("the caller's own code runs around the kernel")
         if self._zeroed or self._restored or self._call.hooks.post_hook is not None:
-            raise NotReplayable("each launch needs what is reset, or called, beside it")
+            raise NotReplayable("each launch needs a reset, or a hook after it")
 
         def launch_now() -> functools.partial[Any]:
             if self._writes_before(launch):
                 raise NotReplayable("a hook writes to the arguments before each launch")
             if (found := launch.now()) is None:
-                raise NotReplayable("it is not one launch of one kernel")
+                raise NotReplayable("the call is not one launch of one kernel")
             return found
 
         timing: Timing = self._launched(self._replays.time, config, launch_now, budget)

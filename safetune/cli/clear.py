@@ -77,7 +77,7 @@ def clear(
     Prints what it will delete, and asks first. Without a terminal, or if several files have a
     kernel of this name, it deletes nothing unless you give --yes, or choose a file with --file.
     Without KERNEL, --unused-for must say which keys. With --failures, keys, choices and all other
-    outcomes stay, and nothing is asked.
+    outcomes stay, and the command does not ask.
     """
     if kernel is None and unused_s is None and not failures:
         raise click.UsageError("Give a KERNEL, or --unused-for TIME for the keys of all kernels.")

@@ -38,13 +38,13 @@ _MOST_LISTED = 10
     "database",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The calls that another safetune.db has recorded.",
+    help="Read the recorded calls from another safetune.db.",
 )
 @click.option(
     "--fail-under",
     metavar="PERCENT",
     type=click.FloatRange(0, 100),
-    help="Exit with 1 if fewer of the calls have a choice in the store or in a pack.",
+    help="Exit with 1 if fewer than PERCENT of the calls have a choice in the store or in a pack.",
 )
 def coverage_command(
     target: tuple[str, ...], database: Path | None, fail_under: float | None
@@ -54,8 +54,8 @@ def coverage_command(
     A frozen process launches a call with the choice of its key from the store (exact) or a pack,
     with the choice of the nearest key of its kernel, or with the first config (nothing). A call has
     changed if its kernel was edited, rejects it, or is gone. To see that, the command imports the
-    kernels, from TARGET or from the modules that defined them. For --fail-under, calls whose kernel
-    could not be imported and lost calls have no choice.
+    kernels, from TARGET or from the modules that defined them. --fail-under counts lost calls, and
+    calls whose kernel could not be imported, as calls without a choice.
     """
     from safetune.store.local.store import Store
 

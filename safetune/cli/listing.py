@@ -57,7 +57,7 @@ def _since(_: click.Context, __: click.Parameter, text: str | None) -> float:
     type=click.Choice(list(_SORTS)),
     default="kernel",
     show_default=True,
-    help="Sort by kernel and file, by time, or the newest first.",
+    help="Sort by kernel and file, by time, or by date, the newest first.",
 )
 @click.option(
     "--all", "everything", is_flag=True, help="Also list sources that were tuned earlier."
@@ -67,9 +67,9 @@ def list_choices(
 ) -> None:
     """List the stored choices, one row per kernel, arguments and device.
 
-    File, line and digest distinguish kernels of one name. If a kernel's source has changed, only
-    the source that was tuned last is listed. For keys without a choice in the store, choices in
-    the directories of SAFETUNE_PACKS are listed.
+    File, line and digest distinguish kernels with the same name. If a kernel's source has changed,
+    only the source that was tuned last is listed. A key without a choice in the store is listed
+    with its choice in the directories of SAFETUNE_PACKS.
     """
     entries = [
         entry

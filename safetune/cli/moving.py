@@ -36,7 +36,7 @@ _sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True
     "--failures",
     metavar="FILE",
     type=FILE,
-    help="Write no choices, but the configs that died or accessed memory illegally, for "
+    help="Write no choices, only the configs that died or accessed memory illegally, for "
     "SAFETUNE_FAILURES on another machine.",
 )
 @tables.format_option

@@ -127,8 +127,8 @@ def _only(kernel: str, configs: Configs, wanted: Mapping[str, str]) -> tuple[str
         known = list(dict.fromkeys(each[name] for each in values if name in each))
         if value not in known:
             raise TargetError(
-                f"no config of {kernel} has {name}={value}; {name} is {', '.join(known)}. To pin "
-                "another value, first declare a config that sets it and tune"
+                f"no config of {kernel} has {name}={value}; {name} can be {', '.join(known)}. To "
+                "pin another value, first declare a config that sets it and tune"
             )
     raise TargetError(
         f"no config of {kernel} has all of these values; `safetune show {kernel} --all` lists them"
@@ -141,7 +141,9 @@ def _pinned(store: Store, key: KeyRecord, digest: str, config: dict[str, Any]) -
     outcome = trials[-1].outcome if trials else None
     if outcome is not None and not outcome.ok:
         call = call_words(key.call)
-        raise TargetError(f"{config_words(config)} has failed for {call}: {outcome.label}")
+        raise TargetError(
+            f"cannot pin {config_words(config)} for {call}: its outcome there is {outcome.label}"
+        )
     ms = outcome.timing.median_ms if outcome is not None and outcome.timing is not None else 0.0
     before = store.pinned(key.digest)
     generation = 1 if before is None else before.generation + 1

@@ -43,20 +43,20 @@ def _share(_: click.Context, __: click.Parameter, text: str) -> float:
     default="1%",
     show_default=True,
     metavar="SHARE",
-    help="How much slower than with all configs a key may be.",
+    help="How much slower a key may become without the dropped configs.",
 )
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Keep N configs, not the fewest: the others are for keys that were not measured.",
+    help="Keep N configs instead of the fewest; the extra ones serve keys that were not measured.",
 )
 @filtered("device")
 def prune_command(target: str, within: float, keep: int | None, only: Filter) -> None:
     """Find a short list of configs that keeps every stored key fast, and print it as source.
 
-    TARGET is package.module:kernel or file.py:kernel, or the name of a stored kernel. The stored
-    keys of every device and dtype count, weighed by their time in runs with SAFETUNE_MODE=record.
+    TARGET is package.module:kernel or file.py:kernel, or the name of a stored kernel. Uses the
+    stored keys of every device and dtype, weighted by their time in runs with SAFETUNE_MODE=record.
     """
     from safetune.offline import shares, shortlist
 
@@ -124,8 +124,8 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
     records = {config_digest(config): config_record(config) for config in kernel.tuner.configs}
     if lacking := len(stored.keys() - records.keys()):
         echo(
-            f"Warning: the list on this machine lacks {counted(lacking, 'config')} with trials; if "
-            "it depends on the device, run this on a machine that has one",
+            f"Warning: the list on this machine lacks {counted(lacking, 'config')} with trials. If "
+            "the list depends on the device, run the command on a machine with that device",
             err=True,
         )
     return {digest: stored.get(digest, record) for digest, record in records.items()}

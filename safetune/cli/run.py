@@ -25,7 +25,7 @@ from safetune.settings import RUN_KEEP, Settings, parse_keep, parse_kernels
     "--keep",
     metavar="KERNEL:NAME",
     multiple=True,
-    help="Keep this name in the key of a kernel although nothing reads it; can be repeated.",
+    help="Keep this name in the key of a kernel even if nothing reads it; can be repeated.",
 )
 @click.option(
     "--leave",

@@ -32,7 +32,7 @@ format_option: Option = click.option(
     type=click.Choice([PACK, *_TABLES]),
     default=PACK,
     show_default=True,
-    help="The project whose files these are.",
+    help="The format of the files; `pack` is safetune's own.",
 )
 names_option: Option = click.option(
     "--name",
@@ -40,7 +40,7 @@ names_option: Option = click.option(
     multiple=True,
     callback=_names,
     metavar="TABLE=KEY",
-    help="The name in the kernel's key for a name in the tables, e.g. M=n_tokens.",
+    help="Match a name in the tables to a name in the kernel's key, e.g. M=n_tokens.",
 )
 
 

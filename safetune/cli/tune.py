@@ -69,7 +69,7 @@ _OF_ONE_KEY = (
 @click.option(
     "--shard",
     metavar="auto|2/4",
-    help="Tune this part of the list; auto: by the rank that srun or torchrun sets.",
+    help="Tune this part of the list; `auto` takes the rank that srun or torchrun sets.",
 )
 @click.option(
     "--ray", metavar="ADDRESS", help="Tune on all GPUs of a Ray cluster, e.g. auto; needs ray."
@@ -82,7 +82,7 @@ _OF_ONE_KEY = (
     "--budget",
     metavar="CONFIGS|TIME",
     callback=lambda _, __, text: SearchBudget.parse("safetune tune", text),
-    help="Measure the most promising configs only: 200 of each key, or for 5m in all.",
+    help="Measure only the most promising configs: 200 for each key, or for 5m in total.",
 )
 @click.option(
     "--recorded", is_flag=True, help="Tune the calls that SAFETUNE_MODE=record has recorded."
@@ -324,4 +324,4 @@ def _check_written() -> None:
     if store.lost is not None:
         raise store.lost
     if store.path is None and store.shared is None:
-        raise StoreError("no outcomes were stored: cannot open the store")
+        raise StoreError("no outcome is stored: the store cannot be opened, see the warning above")

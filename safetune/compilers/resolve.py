@@ -100,8 +100,9 @@ class Resolved:
         lost = {name: value for name, value in self.options().items() if carried.get(name) != value}
         if lost:
             raise TracingError(
-                f"{self.kernel} was chosen with {lost}, but a plain kernel is launched "
-                f"with {carried}: use as_single_config_autotuner(), which keeps warps and stages"
+                f"the config chosen for {self.kernel} has {lost}, but the caller launches a plain "
+                f"kernel with {carried}: use as_single_config_autotuner(), which keeps warps and "
+                "stages"
             )
         return self.fn
 
@@ -116,8 +117,9 @@ class Resolved:
         """
         if lost := self.lost(("num_warps", "num_stages", "num_ctas")):
             raise TracingError(
-                f"{self.kernel} was chosen with {lost}, which TransformerEngine ignores: use "
-                "configs without these, or launch it through safetune.integrations.jax.triton_call"
+                f"the config chosen for {self.kernel} has {lost}, which TransformerEngine ignores: "
+                "use configs without them, or launch the kernel through "
+                "safetune.integrations.jax.triton_call"
             )
         config = Config(
             dict(self.metaparams),
@@ -212,9 +214,8 @@ def _chosen(
 def _or_offline(abstract: Miss) -> str:
     """Return the shell commands that tune the recorded call; empty if its file is not known."""
     offline = reporting.offline_commands(abstract.tuner, recorded=True)
-    if offline and abstract.call.grid is None:
-        offline = f"after resolving it with its grid, {offline}"
-    return f"; or run offline {offline}" if offline else ""
+    first = "resolve it with its grid, and then " if abstract.call.grid is None else ""
+    return f"; or {first}run {offline}" if offline else ""
 
 
 def _tuned(abstract: Miss, args: Any, kwargs: dict[str, Any], lookup: Lookup) -> tuple[Config, str]:

@@ -165,8 +165,9 @@ def check(number: str, launched: bool) -> None:
     name = _tuners[number].base_fn.__name__
     if not launched:
         raise TracingError(
-            f"configs of {name} were pruned outside a launch, as by jax-triton, which would get "
-            "all of them. Call safetune.integrations.jax.triton_call, or resolve the kernel first"
+            f"the configs of {name} were pruned outside a launch; jax-triton does this, and would "
+            "get all of them. Call safetune.integrations.jax.triton_call, or resolve the kernel "
+            "first"
         )
     refuse_vmap(name)
 

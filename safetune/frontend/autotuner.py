@@ -495,7 +495,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if useless := {"check_disk_cache", "do_bench"} & replaced.keys():
             warn_once(
                 f"a library has replaced {min(useless)} of triton.runtime.autotuner.Autotuner, "
-                "which safetune does not call: it times configs in other processes",
+                "which safetune never calls, because it times configs in other processes",
                 SafetuneWarning,
             )
         if type(self) is not Autotuner or not _policies(replaced):

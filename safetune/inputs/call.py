@@ -210,7 +210,7 @@ def grid_sizes(grid: Any) -> tuple[int, ...]:
     if not 1 <= len(sizes) <= 3 or min(sizes) < 0:
         raise InvalidSetting(
             f"grid={grid!r} is not a launch grid: give one to three integers of 0 or more, or a "
-            "function of the arguments by name that returns them"
+            "function that takes a dict of the arguments and returns them"
         )
     return sizes
 

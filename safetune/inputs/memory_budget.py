@@ -66,11 +66,11 @@ def check_device(
     if size - room < _SLOW:
         return room, ""
     return room, (
-        f"of its arguments of {size / _GIB:.3g} GiB, {(size - room) / _GIB:.3g} GiB are copied "
-        f"through host memory, because {free / _GIB:.3g} GiB are free on device {index} and "
-        f"{(enough + MARGIN) / _GIB:.3g} GiB are needed for two copies: tuning takes seconds "
-        "longer. Tune before the rest of the memory is taken (for instance before a KV cache), or "
-        "offline with `safetune tune`"
+        f"{(size - room) / _GIB:.3g} GiB of its {size / _GIB:.3g} GiB of arguments are copied "
+        f"through host memory, because two copies need {(enough + MARGIN) / _GIB:.3g} GiB and "
+        f"device {index} has {free / _GIB:.3g} GiB free. Tuning takes seconds longer. Tune before "
+        "the rest of the memory is taken (for example by a KV cache), or offline with "
+        "`safetune tune`"
     )
 
 
@@ -85,7 +85,7 @@ def too_large(
     why = f" ({reason})" if reason else ""
     return NotReproducible(
         f"a tuning process needs {needed / _GIB:.3g} GiB of {what} for its copies of {listing}, "
-        f"and {free / _GIB:.3g} GiB are free{why}: free some, tune offline, or give `inputs=` a "
+        f"but {free / _GIB:.3g} GiB are free{why}: free some, tune offline, or give `inputs=` a "
         "function that makes smaller inputs there"
     )
 

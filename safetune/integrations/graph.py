@@ -49,8 +49,8 @@ class CaptureReport:
         keys = "; ".join(f"{each.kernel} for {each.key}" for each in self.misses)
         which = f" ({keys})" if keys else ""
         return (
-            f"{self.graph}: {counted(len(self.misses), 'key')} without a choice{which}, "
-            f"{counted(self.tunings, 'tuning')}, "
+            f"{self.graph} had {counted(len(self.misses), 'key')} without a choice{which}, "
+            f"{counted(self.tunings, 'tuning')} and "
             f"{counted(self.scratch_allocations, 'allocation')} of scratch memory"
         )
 

@@ -18,6 +18,7 @@ from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.inputs.call import checked_grid
 from safetune.keys.identity import base_function
 from safetune.launch.call_shape import named_arguments
+from safetune.messages import counted
 
 #: The launch options that jax-triton passes on to Triton.
 _PASSED_ON = ("num_warps", "num_stages", "num_ctas")
@@ -186,8 +187,9 @@ def _check_aliases(
     for source, target in aliases.items():
         if source not in range(len(inputs)) or target not in range(len(outputs)):
             raise InvalidSetting(
-                f"input_output_aliases={{{source!r}: {target!r}}} of {name}: it has "
-                f"{len(inputs)} input arrays and {len(outputs)} outputs, numbered from 0"
+                f"input_output_aliases={{{source!r}: {target!r}}} of {name} is out of range: there "
+                f"are {counted(len(inputs), 'input array')} and {counted(len(outputs), 'output')}, "
+                "numbered from 0"
             )
         given, wanted = inputs[source], outputs[target]
         if (tuple(given.shape), given.dtype) != (tuple(wanted.shape), wanted.dtype):
@@ -200,8 +202,8 @@ def _check_aliases(
 def _check_options(resolved: Resolved) -> None:
     if lost := resolved.lost(_PASSED_ON):
         raise TracingError(
-            f"{resolved.kernel} was chosen with {lost}, which jax-triton ignores: use "
-            "configs without these"
+            f"the config chosen for {resolved.kernel} has {lost}, which jax-triton ignores: use "
+            "configs without them"
         )
     try:
         size = resolved.scratch_bytes

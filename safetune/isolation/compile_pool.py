@@ -270,5 +270,5 @@ class CompilePool:
         if not (self._memory_bytes and failed and _NO_MEMORY.search(text)):
             return outcome
         gib = self._memory_bytes / (1 << 30)
-        message = f"{outcome.message}\nit may allocate {gib:g} GiB to compile one config"
+        message = f"{outcome.message}\na compile process may allocate at most {gib:g} GiB"
         return replace(outcome, detail="memory", message=message.strip())

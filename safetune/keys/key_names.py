@@ -257,7 +257,7 @@ class KernelFacts:
         if name in keep:
             return NameReport(name, NameKind.KEPT, "nothing reads it; kept by keep=")
         if _BUCKET.search(name):
-            return NameReport(name, NameKind.BUCKET, "nothing reads it; named as a bucket")
+            return NameReport(name, NameKind.BUCKET, "nothing reads it; named like a bucket")
         if policy is PhantomPolicy.KEEP:
             return NameReport(name, NameKind.KEPT, 'nothing reads it; kept by phantom="keep"')
         return None
@@ -292,7 +292,7 @@ class KernelFacts:
         if hidden and (missing or self._multiplies_matrices):
             some = ", ".join(missing[:3]) + (", and others" if missing[3:] else "")
             lacks = f"the key lacks {some}" if missing else "the kernel has tl.dot"
-            return NameKind.UNSEEN, f"not every launch shows its value, and {lacks}"
+            return NameKind.UNSEEN, f"some launches hide its value, and {lacks}"
         sizes = arguments.sizes_of(name, given)
         if not sizes:
             return NameKind.PHANTOM, ""

@@ -58,8 +58,8 @@ class Bucket:
         if type(bucket) in _PLAIN or encoding.is_dtype(bucket):
             return bucket
         raise InvalidSetting(
-            f"key of {self.kernel}: the function for {self.name!r} returned {bucket!r:.80}, a "
-            f"{type(bucket).__name__}, for {value!r:.80}; return an int, bool, str, float or dtype"
+            f"key of {self.kernel}: the function for {self.name!r} returned {bucket!r:.80} "
+            f"({type(bucket).__name__}) for {value!r:.80}; return an int, bool, str, float or dtype"
         )
 
 

@@ -487,8 +487,8 @@ class Choices(dict[Any, Config]):
     def __setitem__(self, key: Any, config: Config) -> None:
         if not hasattr(config, "all_kwargs"):
             raise InvalidConfig(
-                f"cache[{key!r}] of {self._states.tuner.base_fn.__name__} is set to {config!r}, a "
-                f"{type(config).__name__}; it must be a triton.Config"
+                f"cache[{key!r}] of {self._states.tuner.base_fn.__name__} is set to {config!r} "
+                f"({type(config).__name__}); it must be a triton.Config"
             )
         self._states.write(plain(key), config)
 

@@ -84,8 +84,7 @@ class Passed:
                 is_flag = name in self._tested or _is_boolean(value, scopes)
                 return f"{ast.unparse(value)} at {launch.location}" if is_flag else ""
         is_flag = name in self._tested or constants <= {"True", "False"}
-        several = f"{' and '.join(sorted(constants))} by different launches"
-        return several if len(constants) > 1 and is_flag else ""
+        return " and ".join(sorted(constants)) if len(constants) > 1 and is_flag else ""
 
     def is_told(self, name: str, tensors: Collection[str], key: Sequence[str]) -> bool:
         """Whether Triton's key implies a flag, because the flag tests a tensor for None.

@@ -20,8 +20,8 @@ RULES = {
     "phantom": "a key name that nothing reads: each new value tunes and compiles again",
     "stand-in": "a key name that nothing reads; an argument that the key lacks is made of it",
     "size": "a key name that nothing reads, made of a size that may decide a tile",
-    "bucket": "a key name that nothing reads, named as a group of values",
-    "unseen": "a key name that nothing reads, where not every launch shows its value",
+    "bucket": "a key name that nothing reads, named like a group of values",
+    "unseen": "a key name that nothing reads, and whose value some launches hide",
     "unknown": "a key name that is not a parameter of the kernel",
     "flag": "a flag that the body reads and the key lacks: the first call's value decides for all",
     "length": "a length that is a constexpr: each new value compiles the kernel again",
@@ -34,7 +34,7 @@ _REMEDIES = {
     NameKind.KEPT: "put a name that the kernel reads in the key, or an empty key",
     NameKind.STAND_IN: "put that argument in the key instead",
     NameKind.SIZE: "put a bucket of that size in the key, under a name that the kernel reads",
-    NameKind.BUCKET: "each of its values is tuned; remove it if they have one best config",
+    NameKind.BUCKET: "each value is tuned; remove it if one config is the best for all of them",
     NameKind.UNSEEN: "remove it, or put what it stands for in the key",
     NameKind.UNKNOWN: "give the name of a parameter",
 }
@@ -131,7 +131,7 @@ def _flag(tuner: Tuner, name: str, key: list[str], passed: Passed) -> _Found:
     differing = passed.flag(name, key)
     if differing and not passed.is_told(name, tuner.tensors, key):
         message = (
-            f"flag {name} is read and not in the key, and launches pass {differing}: calls "
+            f"the kernel reads flag {name}, the key lacks it, and launches pass {differing}: calls "
             f"that differ in it share one config; add {name} to the key"
         )
         yield "flag", _parameter(tuner, name), message

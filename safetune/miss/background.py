@@ -124,8 +124,8 @@ def tune_meanwhile(
     config = candidates.fallback(request, store)
     if size > limit:
         logger.warning(
-            "tune %s offline for %s: its inputs have %d bytes, and SAFETUNE_COPY_LIMIT "
-            "allows %d; it runs with %s",
+            "tune %s offline for %s: its inputs have %d bytes, but SAFETUNE_COPY_LIMIT "
+            "allows %d; until then it runs with %s",
             request.key.kernel.name,
             request.key,
             size,

@@ -96,7 +96,7 @@ def ranked(
         fails = [config for config, outcome in outcomes if not outcome.ok]
         for config in request.configs:
             if config not in fails:
-                yield Substitute(config, "the first that is not known to fail, for the same bits")
+                yield Substitute(config, "the first config not known to fail, for same_bits")
         return
     times = {  # those that the choice was not made among come last
         c: (o.marked(Mark.OUTVOTED) or o.marked(Mark.NOT_REPEATABLE), o.timing.median_ms)
@@ -104,14 +104,14 @@ def ranked(
         if o.ok and o.timing is not None
     }
     works = [
-        Substitute(c, "the fastest that is known to work")
+        Substitute(c, "the fastest config known to work")
         for c in sorted(times, key=times.__getitem__)
     ]
     tried = [config for config, _ in outcomes]
     untried = [
         first_config(request)
         if config is request.configs[0]
-        else Substitute(config, "the first not known to fail")
+        else Substitute(config, "the first config not known to fail")
         for config in request.configs
         if config not in tried
     ]

@@ -31,7 +31,7 @@ TRACED = (
     "you compile, or tune a workload of the kernel"
 )
 
-_ONLY_COUNTED = "is counted, but `safetune tune --recorded` cannot make it again"
+_ONLY_COUNTED = "is counted, but `safetune tune --recorded` cannot replay it"
 
 #: A call takes some hundred bytes per argument and per config.
 _MOST_BYTES = 1 << 20

@@ -301,7 +301,9 @@ def tell_of_skipped(key: TuningKey, outcomes: Mapping[Config, Outcome]) -> None:
         if outcome.took_down:
             text = config_text(config)
             command = f"`safetune clear --failures {key.kernel.name}`"
-            _say_once(key, text, f"{text} is not tried: {outcome.message}. {command} lifts that")
+            _say_once(
+                key, text, f"skipping {text}: {outcome.message}. To try it now, run {command}"
+            )
 
 
 def _tell_of_bugs(request: TuningRequest, result: TuningResult) -> None:
@@ -313,8 +315,8 @@ def _tell_of_bugs(request: TuningRequest, result: TuningResult) -> None:
         _say_once(
             request.key,
             "bugs",
-            f"{len(bugs)} of {counted(len(request.configs), 'config')} crashed, hung or computed "
-            f"something else ({counts}): {config_text(bugs[0][0])}{', …' * (len(bugs) > 1)}; "
+            f"{len(bugs)} of {counted(len(request.configs), 'config')} crashed, hung or gave a "
+            f"different result ({counts}): {config_text(bugs[0][0])}{', …' * (len(bugs) > 1)}; "
             f"`safetune show {request.key.kernel.name}` has the details",
         )
 
@@ -387,9 +389,9 @@ def warn_of_grid(tuner: Tuner, names: Iterable[str]) -> None:
     """Warn, once per name, that a launch grid reads a name that was dropped from the key."""
     if new := [name for name in sorted(names) if tuner.first_time(f"grid reads {name}")]:
         warn(
-            f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, dropped from the "
-            "key because nothing seemed to read it; one choice now serves every value. "
-            f"Add it to keep={new} to tune for each",
+            f"{tuner.base_fn.__name__}: the launch grid reads {', '.join(new)}, which safetune "
+            "dropped from the key because nothing seemed to read it; one choice now serves every "
+            f"value. Pass keep={new} to tune each value",
             TuningWarning,
         )
 
@@ -437,7 +439,8 @@ def offline_commands(tuner: Tuner, recorded: bool) -> str:
     if target in ("", "''"):
         return ""
     replay = f"`safetune tune --recorded{script}`"
-    first = f"{replay} for this call" if recorded else f"SAFETUNE_MODE=record and then {replay}"
+    recording = f"the program with SAFETUNE_MODE=record and then {replay}"
+    first = f"{replay} for this call" if recorded else recording
     of_workloads = f", or `safetune tune {target}:{function.__name__}` for its workloads"
     return first + of_workloads * bool(tuner.workloads)
 

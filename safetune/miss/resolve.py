@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from safetune.miss.in_process import Flights
 
 _SAME_BITS_INLINE = (
-    "{kernel}: same_bits is refused, as configs would be tried in this process: the first config "
-    "is launched"
+    "{kernel}: same_bits is refused, because its configs would be tried in this process. safetune "
+    "launches the first config"
 )
 
 Args = tuple[Any, ...]
@@ -262,7 +262,7 @@ def _inline(case: _Case, reason: str = "") -> Config:
         warn_once(_SAME_BITS_INLINE.format(kernel=name), TuningWarning)
         return _first_pruned(case)
     if reason := reason or case.why_inline or "":
-        text = f"{reason}; kernels are tuned in this process, like triton.autotune"
+        text = f"{reason}; safetune tunes in this process instead, as triton.autotune does"
         warn_once(text, TuningWarning)
     reported: TuningRequest | None = None
     with contextlib.suppress(Exception):  # the tuning raises the important errors
@@ -506,7 +506,7 @@ def _find(case: _Case) -> Config:
 def why_not_isolated(call: Call) -> str:
     """Return why configs of this call cannot be tried in a child; empty if they can."""
     if not hasattr(os, "memfd_create"):
-        return f"there is no isolation on {sys.platform} yet"
+        return f"safetune cannot isolate configs on {sys.platform} yet"
     if call.interpreted:
         return ""
     name = triton_internals.target_name() or active_driver().get_current_target().backend

@@ -238,12 +238,12 @@ def _mistake(workload: object, names: Container[str]) -> str:
         return f"gave {shown}; it must yield safetune.Workload(name, grid, args, kwargs)"
     args, kwargs, problem = workload.args, workload.kwargs, ""
     if not (isinstance(workload.name, str) and workload.name.isprintable()):
-        problem = "the name must be text on one line"
+        problem = "its name must be text on one line"
     elif not isinstance(args, (tuple, list)):
-        problem = f"args must be a tuple, and not a {type(args).__name__}"
+        problem = f"its args must be a tuple, not a {type(args).__name__}"
     elif not isinstance(kwargs, Mapping):
-        problem = f"kwargs must be a dict, and not a {type(kwargs).__name__}"
+        problem = f"its kwargs must be a dict, not a {type(kwargs).__name__}"
     elif workload.name in names:
         return f"yielded two workloads named {workload.name!r}; give each a name of its own"
-    shown = f"yielded the workload {workload.name!r:.{_MOST_SHOWN}}, of which "
+    shown = f"yielded the workload {workload.name!r:.{_MOST_SHOWN}}, but "
     return problem and shown + problem

@@ -119,7 +119,7 @@ class StoredKey:
 
 def _choice_facts(entry: Entry, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     choice = entry.choice
-    time = time_words(choice.median_ms) or "its time is not known"
+    time = time_words(choice.median_ms) or "its time is unknown"
     yield "choice", f"{config_words(choice.config)}, {time}"
     was_made_here = any(row.chosen for row in rows)
     source = origin_words(entry.origin) if entry.origin or was_made_here else "no trial stored"

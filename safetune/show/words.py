@@ -55,7 +55,7 @@ def left_out_data(left_out: Iterable[Any]) -> list[dict[str, str]]:
 def place(file: str, line: int) -> str:
     """Return `file:line`, with a shortened path in a library or below the working directory."""
     if not file:
-        return "(file not known)"
+        return "(unknown file)"
     short = _LIBRARIES.sub("", file)
     with contextlib.suppress(OSError):  # the working directory was deleted
         short = short.removeprefix(os.path.join(os.getcwd(), ""))

@@ -193,19 +193,19 @@ class Lookup:
             if why and (key.kernel.name, where) not in self._told:
                 self._told.add((key.kernel.name, where))
                 logger.warning(
-                    "%s: the choice for %s in %s is not used: %s", key.kernel.name, key, where, why
+                    "%s: the choice for %s %s is not used: %s", key.kernel.name, key, where, why
                 )
 
     def _moved(self, key: TuningKey) -> Iterator[tuple[str, ChoiceRecord]]:
         """Yield the choices for a key that people have put here: in packs, or by an import."""
         if self._may_have_packs:
             with contextlib.suppress(OSError):
-                yield from ((str(path), choice) for path, choice in self._packs.of_key(key))
+                yield from ((f"in {path}", choice) for path, choice in self._packs.of_key(key))
         if pinned := self.store.pinned(key.digest):
-            yield "the store, which is pinned", pinned
+            yield "that is pinned in the store", pinned
         stored = self.store.choice(key.digest)
         if stored is not None and self.store.origin(stored) == IMPORTED:
-            yield "the store, which was imported", stored
+            yield "that was imported into the store", stored
 
     def is_pulled(self, key: TuningKey) -> bool:
         """Whether the choices of the shared store, if there is one, have been pulled."""
@@ -273,9 +273,9 @@ def open_lookup(settings: Settings) -> Lookup:
         problems.append(f"{problem}; choices are kept in memory{until}")
     if not shared and settings.world_size > settings.local_world_size:
         problems.append(
-            f"{settings.world_size} processes, {settings.local_world_size} of them on "
-            "this node, and no SAFETUNE_SHARED: each node tunes for itself, and they may launch "
-            "different configs until safetune.sync()"
+            f"this job has {settings.world_size} processes, {settings.local_world_size} of them on "
+            "this node, but SAFETUNE_SHARED is not set: each node tunes for itself, and they may "
+            "launch different configs until safetune.sync()"
         )
     for text in filter(None, problems):
         warn(text, StoreWarning)

@@ -81,7 +81,9 @@ class Choice(_Call):
 
     def __post_init__(self) -> None:
         if "ir_override" in self.config:
-            raise ValueError("config sets ir_override, which is code; choices must not have code")
+            raise ValueError(
+                "config sets ir_override, which is code; choices must not contain code"
+            )
         if self.generation > max(_GENERATIONS, time.time()):
             raise ValueError(f"generation is {self.generation}, too large for a tuning count")
         if not all(mark.isprintable() for mark in self.marks):  # they are in warnings

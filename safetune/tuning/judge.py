@@ -99,8 +99,8 @@ class Votes:
         """Return what to report to the user, one sentence for each finding."""
         unowned = Counter(name for report in self.reports.values() for name in report.unowned)
         return [
-            f"{count} of its configs wrote into the storage behind {name} where no argument has "
-            "elements; what the caller keeps there is overwritten by each launch"
+            f"{count} of its configs wrote into the storage behind {name}, outside every argument; "
+            "each launch overwrites whatever the caller keeps there"
             for name, count in unowned.items()
         ]
 
@@ -216,7 +216,10 @@ class _Results:
     def verdict(self, config: int, right: int, reason: str) -> tuple[Verdict, str]:
         """Return the verdict of a config that has another result than one of the majority."""
         if self._is_unsteady(config):
-            return Verdict.WRONG_RESULT, "its runs differ by more than those of most configs"
+            return (
+                Verdict.WRONG_RESULT,
+                "its result varies between runs, more than for most configs",
+            )
         found = self._difference(config, right) or ()
         apart = [tensor for tensor, each in enumerate(found) if each.elements]
         if apart and all(

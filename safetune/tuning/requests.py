@@ -309,7 +309,7 @@ def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
     if not all(map(_is_empty, sizes)):
         for index, grid in enumerate(sizes):
             if _is_empty(grid):
-                failures[index] = _failed(f"its grid {grid} launches nothing; others launch work")
+                failures[index] = _failed(f"its grid {grid} is empty, but others are not")
     own = not isinstance(own_heuristics(call.kernel)[0], Heuristics)
     sent = tuple(
         each if own and not _is_hooked(config) and _can_travel(each) else None

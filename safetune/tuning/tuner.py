@@ -60,12 +60,12 @@ BUSY_AGAIN = f"{BUSY}, twice"
 _NAMED = 3
 
 #: Why a result cannot be compared to the bit.
-_UNKNOWN_BITS = "its text has atomics, assembly or a clock, or could not be read"
-_OTHER_BITS = "launches of that config leave other bits each time, or fail on drawn inputs"
+_UNKNOWN_BITS = "the kernel uses atomics, assembly or a clock, or its text could not be read"
+_OTHER_BITS = "that config gives other bits at each launch, or fails on random inputs"
 
 _VARIES = (
-    "its result depends on the tile, as drawn numbers, program ids and ties may; each config "
-    "counts as right"
+    "its result depends on the tile, which random numbers, program ids and ties can cause; every "
+    "config counts as right"
 )
 
 
@@ -443,7 +443,7 @@ def _give_up(tuning: _Tuning) -> None:
     """Settle the configs that are not tried, as none has answered for as long as one may wait."""
     limit_s = 2 * tuning.request.limits.run_timeout_s
     untried = Outcome(
-        Verdict.TIMEOUT, detail="0 s", message=f"not tried, as none has answered in {limit_s:g} s"
+        Verdict.TIMEOUT, detail="0 s", message=f"not tried: no config answered within {limit_s:g} s"
     )
     tuning.keep({config: untried for config in tuning.new if config not in tuning.outcomes})
 
@@ -532,7 +532,7 @@ def _keep_same_bits(tuning: _Tuning, bench: LaunchBench) -> None:
         return
     reason = config_text(tuning.request.configs[first])
     if refusal:
-        launched = f"{reason} is launched, the first config that works"
+        launched = f"{reason}, the first config that works, is launched"
         tuning.notes.append(f"same_bits is refused, and {launched}: {refusal}")
         reason = f"refused: {refusal}"
     tuning.candidates.clear()
@@ -604,7 +604,7 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
         finals, failed, left = race.race(racers, run, short, way)
     except _OnlyEvents as error:  # for all of them: times of two kinds are never compared
         kernel, asked, way = tuning.request.key.kernel.name, way, "events"
-        logger.info("%s: timed by 'events', not %r (%s)", kernel, asked, error)
+        logger.info("%s: timed with 'events' instead of %r: %s", kernel, asked, error)
         finals, failed, left = race.race(racers, run, short)
     outcomes = tuning.outcomes
     if way == "events":

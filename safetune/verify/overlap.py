@@ -171,7 +171,7 @@ def _check_names(kernel: Any, names: Iterable[str]) -> None:
     unknown = sorted(set(names) - {*parameters} - backend_options())
     if unknown:
         raise InvalidSetting(
-            f"{', '.join(unknown)}: unknown name; {base_function(kernel)[1].__name__} has the "
+            f"unknown name {', '.join(unknown)}: {base_function(kernel)[1].__name__} has the "
             f"parameters {', '.join(parameters)}, Triton has launch options (num_warps, ...), and "
             f"check_overlap has {', '.join(_OPTIONS)}"
         )

@@ -27,7 +27,7 @@ class TestWithoutABackend:
     def test_nothing_is_tuned_in_a_child(self) -> None:
         with launching_on(None):
             reason = why_not_isolated(CALL)
-        assert reason == "isolation does not support the fake back end yet"
+        assert reason == "safetune cannot isolate configs on fake devices yet"
 
     def test_a_library_that_cannot_be_loaded_is_a_reason_too(self) -> None:
         with launching_on(None):
@@ -48,7 +48,7 @@ class TestWithoutABackend:
         self, question: Any
     ) -> None:
         """Each answered as if all was well: a pointer table went to a child without a word."""
-        with launching_on(None), pytest.raises(BackendError, match="fake back end"):
+        with launching_on(None), pytest.raises(BackendError, match="on fake devices"):
             question()
 
     def test_a_process_without_a_device_raises_too(self) -> None:
@@ -114,7 +114,7 @@ class TestWithABackend:
             assert backend.named("fake").use(1) == "fake-1"
             assert not backend.all_work()
         assert backend.all_work()
-        with pytest.raises(BackendError, match="isolation does not support the other back end"):
+        with pytest.raises(BackendError, match="safetune cannot isolate configs on other devices"):
             backend.named("other")
 
     def test_a_short_memory_is_released_and_then_refused(self) -> None:
@@ -134,9 +134,9 @@ class TestWithABackend:
                 6 << 30,
                 10 << 30,
                 3 << 30,
-                "of its arguments of 6 GiB, 3 GiB are copied through host",
+                "3 GiB of its 6 GiB of arguments are copied through host",
             ),
-            (6 << 30, 7 << 30, 0, "6 GiB are copied through host memory, because 7 GiB are free"),
+            (6 << 30, 7 << 30, 0, "two copies need 13 GiB and device 0 has 7 GiB free"),
             (6 << 30, 40 << 30, 33 << 30, ""),
         ],
     )

@@ -123,7 +123,7 @@ class TestGpu:
             )
         torch = checks["torch's CUDA"]
         assert torch["state"] == "fail"
-        assert torch["found"].endswith("sees none of the 2 devices of the driver")
+        assert torch["found"].endswith("sees none of the driver's 2 devices")
 
     def test_a_driver_that_does_not_start(self, fresh_process: FreshProcess) -> None:
         driver = self.checks(fresh_process, LIBCUDA_FAIL="cuInit=999")["driver"]
@@ -143,7 +143,7 @@ class TestStores:
 
         failures = [check for check in checks.values() if check["state"] == "fail"]
         assert [check["name"] for check in failures] == ["settings"]
-        assert "SAFETUNE_MODE='fast' is not known" in failures[0]["found"]
+        assert "SAFETUNE_MODE='fast' is not valid" in failures[0]["found"]
 
     def test_a_mode_that_never_tunes(self, safetune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SAFETUNE_MODE", "frozen")
@@ -158,8 +158,10 @@ class TestStores:
 
         check = found(safetune, code=1)["database"]
 
-        assert check["found"] == f"{tmp_path}/file cannot be written to: Not a directory"
-        assert check["fix"] == f"name a directory: {tmp_path}/file is, or lies below, a file"
+        assert check["found"] == f"cannot write to {tmp_path}/file: Not a directory"
+        assert (
+            check["fix"] == f"set another directory: {tmp_path}/file is a file, or lies below one"
+        )
 
     def test_a_directory_that_others_write_to(
         self, safetune: Any, tuned: Any, cache_dir: Path
@@ -201,7 +203,7 @@ class TestStores:
     ) -> None:
         monkeypatch.setenv("SAFETUNE_SHARED", "foo://x")
         check = found(safetune, code=1)["shared store"]
-        assert "no protocol of fsspec; did you mean s3, gs, abfs?" in check["found"]
+        assert "fsspec has no protocol foo; did you mean s3, gs, abfs?" in check["found"]
         assert check["fix"] == "correct the part of the URL before ://"
 
     @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ class TestStores:
             ("PRAGMA application_id=1", "database", "fail", "move the file away, or set "),
             (
                 "UPDATE choice SET record = replace(record, 'BLOCK', 'BLICK')",
-                *("damaged rows", "warn", "look for errors of the disk"),
+                *("damaged rows", "warn", "look for disk errors"),
             ),
         ],
         ids=["newer", "views", "another program's", "damaged rows"],
@@ -269,11 +271,11 @@ class TestStores:
             checks = json.loads((tmp_path / str(number)).read_text())["checks"]
             (check,) = [check for check in checks if check["name"] == "database"]
             fixes.append((check["state"], check["fix"]))
-        writable = "mount it writable, or name another directory"
+        writable = "remount {} writable, or set another directory"
         assert fixes == [
-            ("fail", f"free some space there: {full}"),
-            ("fail", f"{writable}: {full}"),
-            ("fail", f"{writable}: {empty}"),
+            ("fail", f"free some space in {full}"),
+            ("fail", writable.format(full)),
+            ("fail", writable.format(empty)),
         ]
 
     def test_a_broken_pack_is_named(

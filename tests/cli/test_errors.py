@@ -125,19 +125,19 @@ MISTAKES = {
     ),
     "a name that is no text": (
         workload("yield Workload(5, (1,), (torch.zeros(8), 8))"),
-        f"re:{YIELDED}the workload 5, of which the name must be text on one line",
+        f"re:{YIELDED}the workload 5, but its name must be text on one line",
     ),
     "a name of two lines": (
         workload("yield Workload('a\\nb', (1,))"),
-        f"re:{YIELDED}the workload .*, of which the name must be text on one line",
+        f"re:{YIELDED}the workload .*, but its name must be text on one line",
     ),
     "args that are no tuple": (
         workload("yield Workload('a', (1,), torch.zeros(8))"),
-        f"re:{YIELDED}the workload 'a', of which args must be a tuple, and not a Tensor",
+        f"re:{YIELDED}the workload 'a', but its args must be a tuple, not a Tensor",
     ),
     "kwargs that are no dict": (
         workload("yield Workload('a', (1,), (), [8])"),
-        f"re:{YIELDED}the workload 'a', of which kwargs must be a dict, and not a list",
+        f"re:{YIELDED}the workload 'a', but its kwargs must be a dict, not a list",
     ),
     "a workload takes other arguments": (
         f"{KERNEL}@add_one.workload\ndef sizes(device):\n    yield\n",
@@ -311,7 +311,7 @@ def test_a_setting(safetune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_MODE", "fast")
 
     assert safetune.error("list") == (
-        "Error: SAFETUNE_MODE='fast' is not known; use one of: tune, "
+        "Error: SAFETUNE_MODE='fast' is not valid; use one of: tune, "
         "background, frozen, record, off"
     )
 

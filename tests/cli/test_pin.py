@@ -114,12 +114,12 @@ def test_it_holds_for_every_list_that_has_its_config(
     text = (targets / "add.py").read_text()
     (tmp_path / "add.py").write_text(text.replace("(64, 128)", declared))
     env = {"SAFETUNE_MODE": "frozen"}
-    where = "the store, which is pinned,"
+    where = "that is pinned in the store"
     if way == "pack":
         safetune("export", tmp_path / "packs", "--kernel", "add_one")
         env |= {"SAFETUNE_PACKS": str(tmp_path / "packs"), "SAFETUNE_CACHE_DIR": "/nonexistent"}
         (file,) = (tmp_path / "packs").iterdir()
-        where = str(file)
+        where = f"in {file}"
 
     done = fresh_process(LAUNCH, env=env, cwd=tmp_path, warm=True)
 
@@ -127,7 +127,7 @@ def test_it_holds_for_every_list_that_has_its_config(
     if declared == "(32, 256)":
         assert done.stdout.split() == ["32"], "the first"
         assert told, done.stderr
-        assert f"the choice for N=100 (float32) in {where.rstrip(',')}" in done.stderr
+        assert f"the choice for N=100 (float32) {where}" in done.stderr
     else:
         assert (done.stdout.split(), told) == ([str(pinned)], False), done.stderr
 
@@ -139,7 +139,7 @@ def test_it_holds_for_every_list_that_has_its_config(
             ("BLOK=64",),
             "the configs of add_one do not set 'BLOK' (did you mean 'BLOCK'?)",
         ),
-        (("BLOCK=96",), "no config of add_one has BLOCK=96; BLOCK is 64, 128. To pin another"),
+        (("BLOCK=96",), "no config of add_one has BLOCK=96; BLOCK can be 64, 128. To pin another"),
         (
             ("num_warps=4",),
             "2 configs of add_one have these values; give more values",
@@ -157,5 +157,5 @@ def test_a_mistake_names_what_there_is(
 def test_a_config_that_has_failed_is_not_pinned(safetune: Any, targets: Path) -> None:
     safetune("tune", f"{targets / 'faulty.py'}:hopeless")
     assert safetune.error("pin", "add_one", "BLOCK=64").endswith(
-        "has failed for N=100 float32: died(SIGSEGV)"
+        "for N=100 float32: its outcome there is died(SIGSEGV)"
     )

@@ -176,7 +176,7 @@ def test_choices_of_others_have_no_time_and_can_be_packed(safetune: Any, fill: F
     words = ("import", "out", "--format", "vllm", "--target", "gemms.py:gemm")
     assert safetune.json(*words)["new"] == 1
     assert "0 us" not in safetune("list").stdout
-    assert "its time is not known" in safetune("show", "gemm", "--all").stdout
+    assert "its time is unknown" in safetune("show", "gemm", "--all").stdout
     assert safetune("show", "gemm", "--python").exit_code == 0
     assert safetune.json("export", "packs")["written"][0]["choices"] == 1
     safetune.json("clear", "gemm", "--yes")

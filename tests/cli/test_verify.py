@@ -105,7 +105,7 @@ class TestNotChecked:
             ("exit", "BLOCK=64"): f"SystemExit: 0 ({unchecked}:",
             ("prune", "all conf"): f"OSError: broken prune ({unchecked}:16)",
             ("sparse", "BLOCK=64"): "a Tensor of shape (128,) on cpu has no plain storage to copy",
-            ("misspelt", "BLOCK=64"): "m: unknown name; fill has the parameters y, n, BLOCK,",
+            ("misspelt", "BLOCK=64"): "unknown name m: fill has the parameters y, n, BLOCK,",
             ("unknown", "BLOCK=64"): "outputs=['z'] must be a list of tensor arguments of fill",
         }
         for where, reason in reasons.items():

@@ -50,7 +50,7 @@ class TestConfigs:
             safetune(configs=[*CONFIGS, {"BLOCK": 64}], key=["N"])(copy_kernel)
 
         assert message(caught) == (
-            "configs[2] of copy_kernel is {'BLOCK': 64}, a dict; it must be a triton.Config, "
+            "configs[2] of copy_kernel is {'BLOCK': 64} (dict); it must be a triton.Config, "
             "e.g. triton.Config({'BLOCK': 128}, num_warps=4)"
         )
 
@@ -161,7 +161,7 @@ class TestSettings:
             safetune(configs=CONFIGS, key=["N"], isolation=isolation)(copy_kernel)
 
         assert message(caught) == (
-            f"isolation={isolation!r} is not known; use one of: worker, config, inline"
+            f"isolation={isolation!r} is not valid; use one of: worker, config, inline"
         )
 
     @pytest.mark.parametrize("name", ["compile_timeout_s", "run_timeout_s"])
@@ -179,7 +179,7 @@ class TestSettings:
         with pytest.raises(InvalidSetting) as caught:
             safetune(configs=CONFIGS, key=["N"], phantom="ignore")(copy_kernel)
 
-        assert message(caught) == "phantom='ignore' is not known; use one of: drop, keep, error"
+        assert message(caught) == "phantom='ignore' is not valid; use one of: drop, keep, error"
 
     def test_phantom_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SAFETUNE_PHANTOM", "ignore")
@@ -187,7 +187,7 @@ class TestSettings:
         with pytest.raises(InvalidSetting) as caught:
             safetune(configs=CONFIGS, key=["N"])(copy_kernel)
 
-        assert "SAFETUNE_PHANTOM='ignore' is not known; use one of: drop, keep, error" in message(
+        assert "SAFETUNE_PHANTOM='ignore' is not valid; use one of: drop, keep, error" in message(
             caught
         )
 
@@ -198,7 +198,7 @@ class TestSettings:
         with pytest.raises(InvalidSetting) as caught:
             launch(kernel, device)
 
-        assert message(caught).startswith("SAFETUNE_MODE='fast' is not known; use one of: tune, ")
+        assert message(caught).startswith("SAFETUNE_MODE='fast' is not valid; use one of: tune, ")
         monkeypatch.setenv("SAFETUNE_MODE", "tune")
         assert launch(kernel, device), "the failure was not kept as the choice"
         assert len(kernel.configs_timings) == 2
@@ -412,7 +412,9 @@ class TestReference:
             (lambda a: {"dst": a["src"][:3]}, r"returned a tensor of shape \(3,\) for dst, whose"),
             pytest.param(lambda a: {"dst": "abc"}, "returned a str for dst: ", marks=FULL),
             pytest.param(lambda a: a["src"], r"returned tensor\(", marks=FULL),
-            pytest.param(lambda a: None, "returned None, not values by argument name", marks=FULL),
+            pytest.param(
+                lambda a: None, "returned None; it must return a dict of values", marks=FULL
+            ),
             (lambda a: a["scr"], "raised KeyError: 'scr'"),
         ],
     )
@@ -438,7 +440,7 @@ class TestEnvironment:
             Settings.current()
             Settings.current()
         assert [str(each.message) for each in caught] == [
-            "safetune: unknown setting 'SAFETUNE_MOD' (did you mean 'SAFETUNE_MODE'?)"
+            "safetune: ignoring unknown setting 'SAFETUNE_MOD' (did you mean 'SAFETUNE_MODE'?)"
         ]
 
     @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])

@@ -274,7 +274,7 @@ class TestPhantoms:
             for value in (2, 3, 5, 7):
                 launch(counted, watching, x, N, value)
 
-        assert any("keep=['NB'] to tune for each" in str(each.message) for each in caught)
+        assert any("keep=['NB'] to tune each value" in str(each.message) for each in caught)
         assert tunings.count == 1
         assert len(counted.cache) == 1
         assert seen[-3:] == [3, 5, 7]

@@ -301,7 +301,7 @@ class TestOurGraph:
         adds = Adds(kernels)
         graph = torch.cuda.CUDAGraph()
         with (
-            pytest.warns(UserWarning, match="decode: 1 key without a choice"),
+            pytest.warns(UserWarning, match="decode had 1 key without a choice"),
             safetune.graph(graph, name="decode") as captured,
         ):
             adds.launch()

@@ -725,7 +725,7 @@ class TestFactory:
                 lambda named: {**ones(named), "scr": 1},
                 "returned a value for 'scr' .*, which the call",
             ),
-            (lambda named: [1, 2], r"returned \[1, 2\], not values by argument name"),
+            (lambda named: [1, 2], r"returned \[1, 2\]; it must return a dict"),
             (lambda named: 1 / 0, "raised ZeroDivisionError: division by zero"),
             (lambda named: sys.exit(3), "raised SystemExit: 3"),
             (

@@ -38,7 +38,7 @@ class TestCounts:
         with driver.capturing(7), pytest.warns(UserWarning, match="decode") as caught:
             _watched(watch, lambda: (one(100), one(200), other(100)))
         (warning,) = caught
-        assert "decode: 3 keys without a choice (copy_kernel for n=100" in str(warning.message)
+        assert "decode had 3 keys without a choice (copy_kernel for n=100" in str(warning.message)
         assert [miss.graph for miss in watch.report.misses] == ["decode"] * 3
         assert watch.report.tunings == 0
         assert watch.report.outdated == ()
@@ -77,7 +77,7 @@ class TestCounts:
             thread.join(SOON_S)
 
         watch = Watch("decode")
-        with driver.capturing(7), pytest.warns(UserWarning, match="1 tuning,"):
+        with driver.capturing(7), pytest.warns(UserWarning, match="1 tuning and"):
             _watched(watch, elsewhere)
         assert watch.report.misses == ()
 
@@ -107,7 +107,7 @@ class TestExceptions:
             warnings.simplefilter("error")
             _watched(watch, fail)
         assert len(watch.report.misses) == 1
-        assert "decode: 1 key without a choice" in caplog.text
+        assert "decode had 1 key without a choice" in caplog.text
 
     def test_the_body_s_comes_through_where_the_capture_cannot_be_ended(
         self, caplog: pytest.LogCaptureFixture

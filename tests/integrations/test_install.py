@@ -429,7 +429,7 @@ class TestVariable:
 
     def test_a_value_that_means_nothing(self, fresh_process: FreshProcess) -> None:
         done = fresh_process("import safetune", env={"SAFETUNE_INSTALL": "yes"}, ends=1)
-        assert "SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1" in done.stderr
+        assert "SAFETUNE_INSTALL='yes' is not valid; use one of: 0, 1" in done.stderr
 
     @pytest.mark.parametrize("how", ["script", "-m"])
     def test_the_command_says_so_on_one_line(
@@ -441,7 +441,7 @@ class TestVariable:
         program: tuple[Any, ...] = (script,) if how == "script" else (again, "-m", "safetune")
         env = {"SAFETUNE_INSTALL": "yes"}
         done = fresh_process(*program, "list", env=env, ends=2)
-        assert done.stderr == "Error: SAFETUNE_INSTALL='yes' is not known; use one of: 0, 1\n"
+        assert done.stderr == "Error: SAFETUNE_INSTALL='yes' is not valid; use one of: 0, 1\n"
         done = fresh_process(*program, "--version", env=env)
 
     @pytest.mark.parametrize("before", ["", "import triton\n"], ids=["before triton", "after"])
@@ -456,7 +456,7 @@ class TestVariable:
             ends=1,
         )
         assert done.stdout == ""
-        assert "InvalidSetting: SAFETUNE_MODE='frozn' is not known; use one of:" in done.stderr
+        assert "InvalidSetting: SAFETUNE_MODE='frozn' is not valid; use one of:" in done.stderr
 
 
 class TestRun:
@@ -467,7 +467,7 @@ class TestRun:
         env = {"SAFETUNE_MODE": "frozn"}
         done = fresh_process(RUN, "run", tmp_path / "train.py", env=env, ends=2)
         assert done.stdout == ""
-        assert done.stderr.startswith("Error: SAFETUNE_MODE='frozn' is not known; use one of:")
+        assert done.stderr.startswith("Error: SAFETUNE_MODE='frozn' is not valid; use one of:")
         assert done.stderr.count("\n") == 1
 
     def test_a_script_its_arguments_and_its_exit_code(
@@ -558,7 +558,7 @@ class TestRun:
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         done = fresh_process(RUN, "run", tmp_path / "train.py", env={"PYTHONPATH": path})
         assert done.stdout.split() == ["1"], done.stderr
-        assert "SAFETUNE_INSTALL='yes' is not known" in done.stderr
+        assert "SAFETUNE_INSTALL='yes' is not valid" in done.stderr
 
     def test_a_python_without_safetune_starts_all_the_same(
         self, library: Callable[..., Path], fresh_process: FreshProcess

@@ -259,7 +259,7 @@ class TestLeft:
             (
                 "known(configs=[Like(16), Like(32)],"
                 " do_bench=clock, pre_hook=save, post_hook=restore)",
-                "configs[0] of add_kernel is Like, a Like; it must be a triton.Config, e.g."
+                "configs[0] of add_kernel is Like (Like); it must be a triton.Config, e.g."
                 " triton.Config({'BLOCK': 128}, num_warps=4)",
             ),
         ],

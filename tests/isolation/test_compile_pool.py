@@ -413,7 +413,7 @@ class TestMemory:
         assert [results[n].outcome.label for n in kinds] == ["ok", "compile_error", "ok", "ok"]
         outcome = results[1].outcome
         assert outcome.detail == "memory"
-        assert outcome.message.endswith("it may allocate 1 GiB to compile one config")
+        assert outcome.message.endswith("a compile process may allocate at most 1 GiB")
         begun = [number for _, number, _ in pool.seen()]
         assert sorted(set(begun)) == [0, 1, 2, 3]
         assert begun.count(1) == 1, "the next lay in the same child's pipe, which may have begun it"

@@ -259,7 +259,7 @@ def test_a_weight_whose_memory_was_freed_is_named(bound: Bound, random: Any, pla
     memory.resize_(0)
     bound.valid = False  # as a launch finds, which sees the addresses
     for fails in (lambda: rms_norm(x, weight, None), lambda: y.sum().backward()):
-        with pytest.raises(InvalidOperand, match="weight has no memory now; FSDP frees"):
+        with pytest.raises(InvalidOperand, match="weight has no memory now: FSDP frees"):
             fails()
 
 

@@ -86,7 +86,7 @@ def ones(*shape: int) -> torch.Tensor:
     [
         (lambda: layer_norm(ones(4, 6), ones(5), None), r"weight has shape \(5,\), not \(6,\)"),
         (lambda: layer_norm(ones(4, 6), None, ones(4, 6)), r"bias has shape \(4, 6\), not \(6,\)"),
-        (lambda: layer_norm(ones(4, 6), None, None, ones(6)), r"residual has shape \(6,\), x"),
+        (lambda: layer_norm(ones(4, 6), None, None, ones(6)), r"residual has shape \(6,\), but x"),
         (lambda: layer_norm(ones(1, 2**18 + 1), None, None), "x has rows of 262145 elements"),
         (lambda: layer_norm(ones(3, 0), None, None), "x has rows of 0 elements"),
         (lambda: layer_norm_fwd(ones(3, 6), None, None, num_groups=2), "num_groups=2"),

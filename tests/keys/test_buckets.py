@@ -113,9 +113,9 @@ def test_what_a_bucket_may_be(bucket: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda n: (n, 1), r"returned \(100, 1\), a tuple, for 100; return an int, bool, str"),
-        (lambda n: None, "returned None, a NoneType, for 100"),
-        (lambda n: np.int64(n), r"returned np.int64\(100\), a int64, for 100"),
+        (lambda n: (n, 1), r"returned \(100, 1\) \(tuple\) for 100; return an int, bool, str"),
+        (lambda n: None, r"returned None \(NoneType\) for 100"),
+        (lambda n: np.int64(n), r"returned np.int64\(100\) \(int64\) for 100"),
         (lambda n: n["x"], "raised TypeError for 100"),
     ],
 )

@@ -333,7 +333,7 @@ def test_the_report_prints_every_name_with_its_reason(kernel: Any) -> None:
         f"  D         read     read by the body ({Path(file).name}:18)\n"
         "  absent    unknown  not a parameter of the kernel; dropped\n"
         "  NB        phantom  nothing reads it; dropped\n"
-        "  T_BUCKET  bucket   nothing reads it; named as a bucket\n"
+        "  T_BUCKET  bucket   nothing reads it; named like a bucket\n"
         "  read, and not in the key: FLAG"
     )
     assert "every call shares one choice" in str(quietly(kernel, []))

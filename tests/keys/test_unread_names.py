@@ -395,7 +395,7 @@ def test_the_report_names_the_rule_and_the_launch(load: Load) -> None:
     )
     module = load(NORM.replace("{launch}", "pass").replace("from elsewhere", "# from"))
     assert report(module.kernel, ["x", "D"]).names[1].reason == (
-        "nothing reads it; not every launch shows its value, and the key lacks BLOCK_D, BS; kept"
+        "nothing reads it; some launches hide its value, and the key lacks BLOCK_D, BS; kept"
     )
 
 

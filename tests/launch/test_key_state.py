@@ -286,7 +286,7 @@ class TestCache:
 
     def test_what_is_no_config_is_refused(self, states: KeyStates) -> None:
         with pytest.raises(
-            InvalidConfig, match=r"cache\[\(1,\)\] of base_fn is set to 64, a int; it"
+            InvalidConfig, match=r"cache\[\(1,\)\] of base_fn is set to 64 \(int\); it"
         ):
             states.choices[1,] = 64
         assert states.choices == {}

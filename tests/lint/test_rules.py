@@ -225,7 +225,7 @@ def test_launches_that_pass_other_constants_differ(lint: Lint) -> None:
     again = once.partition("def launch")[2].replace("SCALED=True", "SCALED=False")
     (finding,) = lint(f"{once}\ndef launch_again{again}")
     assert finding.rule == "flag"
-    assert "False and True by different launches" in finding.message
+    assert "launches pass False and True: calls" in finding.message
 
 
 def test_the_dtypes_of_the_key_tell_one_optional_argument_and_not_two(lint: Lint) -> None:

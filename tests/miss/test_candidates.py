@@ -177,7 +177,7 @@ class TestTheRanking:
     def test_related_choices_come_before_measured_and_untried_configs(self, keys: Keys) -> None:
         assert list(self.ranked(keys, works=64).items()) == [
             (32, "the choice of the nearest key, n=100, MODE=0 (float32)"),
-            (64, "the fastest that is known to work"),
+            (64, "the fastest config known to work"),
             (16, "the first config"),
         ]
 
@@ -335,7 +335,7 @@ def test_offline_tuning_without_isolation_is_an_error(monkeypatch: pytest.Monkey
     task = tasks.Task(kernel, Workload("one", (1,), (torch.zeros(8), 8, 0), {}), "float32")
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(
-        WorkerUnavailable, match="scale_kernel cannot be tuned offline: there is no"
+        WorkerUnavailable, match="scale_kernel cannot be tuned offline: safetune cannot isolate"
     ):
         tasks.tune_task(task, lambda tally: None)
     assert open_lookup(Settings.current()).store.kernels() == []

@@ -61,7 +61,7 @@ for n in (100, 101) if "twice" in sys.argv else (100,):
 """
 
 BUGS = (
-    "safetune: copy_kernel: {} crashed, hung or computed something else ({}): "
+    "safetune: copy_kernel: {} crashed, hung or gave a different result ({}): "
     "ADD=1.0 BLOCK=256 num_warps=4 num_stages=3{}; `safetune show copy_kernel` has the details"
 )
 LEFT_OUT = (

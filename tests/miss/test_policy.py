@@ -217,7 +217,7 @@ class TestUnset:
     )
     def test_another_value_is_refused(self, copies: Any, call: Any) -> None:
         before = triton.autotune
-        with pytest.raises(InvalidSetting, match="on_miss='never' is not known; use one of: fall"):
+        with pytest.raises(InvalidSetting, match="on_miss='never' is not valid; use one of: fall"):
             call(copies)
         assert triton.autotune is before
 
@@ -258,7 +258,7 @@ class TestMeasure:
             "configure": lambda: safetune.configure(measure="graphs"),
             "install": lambda: safetune.install(measure="graphs"),
         }
-        with pytest.raises(InvalidSetting, match="='graphs' is not known; use one of: events, gr"):
+        with pytest.raises(InvalidSetting, match="='graphs' is not valid; use one of: events, gr"):
             calls[way]()
 
 

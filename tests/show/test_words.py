@@ -16,7 +16,7 @@ def test_a_path_is_short_in_a_library_and_below_the_working_directory(
     assert place(f"{tmp_path}/models/norm.py", 3) == "models/norm.py:3"
     assert place("/env/lib/python3.11/site-packages/fla/ops/chunk.py", 37) == "fla/ops/chunk.py:37"
     assert place(f"{tmp_path}s/norm.py", 3) == f"{tmp_path}s/norm.py:3"
-    assert place("", 0) == "(file not known)"
+    assert place("", 0) == "(unknown file)"
 
 
 def test_keys_that_differ_look_different() -> None:

@@ -292,7 +292,7 @@ class TestRuns:
     def test_a_config_whose_runs_differ_is_judged_by_the_others(self) -> None:
         found = judge(reports([0] * 6, spread={0: 9.0}), [(config,) for config in range(6)])
         assert verdicts(found) == {0: Verdict.WRONG_RESULT}
-        assert "its runs differ" in found.rejected[0][1]
+        assert "its result varies between runs" in found.rejected[0][1]
 
     def test_where_most_runs_differ_by_little_so_may_configs(self) -> None:
         spread = dict.fromkeys(range(1, 5), 0.04)

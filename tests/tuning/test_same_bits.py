@@ -185,7 +185,7 @@ class TestRefused:
         result = tuned(request_of(configs=[config(16, pre_hook=hook), config(64), config(128)]))
         assert chosen(result) == (16, 4)
         (note,) = result.notes
-        assert "other bits each time" in note
+        assert "other bits at each launch" in note
 
     def test_where_further_launches_of_the_first_show_it(self) -> None:
         class Racing(Planted):
@@ -196,7 +196,7 @@ class TestRefused:
         request = request_of()
         result = tune(request, open_store(), bench=Racing(request))
         assert chosen(result) == (16, 4)
-        assert "other bits each time" in result.notes[0]
+        assert "other bits at each launch" in result.notes[0]
         assert result.stored.marks[0] == "not_repeatable: dst"
 
     def test_where_configs_are_tried_in_this_process(self) -> None:
@@ -286,7 +286,7 @@ class TestPolicy:
             "configure": lambda: package.configure(same_bits="yes"),  # type: ignore[arg-type]
             "install": lambda: package.install(same_bits="yes"),  # type: ignore[arg-type]
         }
-        with pytest.raises(InvalidSetting, match=r"(?i)same_bits='yes' is not known; use"):
+        with pytest.raises(InvalidSetting, match=r"(?i)same_bits='yes' is not valid; use"):
             calls[way]()
 
     def test_no_warning_is_given_where_it_holds(self) -> None:

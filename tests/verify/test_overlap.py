@@ -884,7 +884,7 @@ class TestErrors:
         tuner = triton.autotune(configs=[triton.Config(config)], key=[])(add_kernel)
         (name,) = {**named, **config}
 
-        message = rf"^{name}: unknown name; add_kernel has the parameters y, x, n"
+        message = rf"^unknown name {name}: add_kernel has the parameters y, x, n"
         with pytest.raises(InvalidSetting, match=message):
             check_overlap(tuner, (1,), zeros(4), zeros(4), 4, 16, **named)
 

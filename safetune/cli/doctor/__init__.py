@@ -22,8 +22,8 @@ _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
 def doctor(quick: bool) -> None:
     """Check the GPU, the versions, isolation, the store and the limits of this process.
 
-    Prints a line for each check: ok, warn or fail, with the fix; and the store's path and size.
-    Checks isolation with a real tuning, in which one config crashes. Exits with 1 if a check fails.
+    Prints ok, warn or fail for each check, with a fix, and the path and size of the store. Checks
+    isolation with a real tuning, in which one config crashes. Exits with 1 if a check fails.
     """
     from safetune.cli.doctor import gpus, machine, stores
 
@@ -51,7 +51,7 @@ def _results(checks: Iterable[Callable[[], Iterator[Check]]]) -> Iterator[Check]
         except InvalidSetting:
             continue  # `stores.settings` says which
         except Exception as error:
-            name, bug = each.__name__.replace("_", " "), "report it as a bug of safetune"
+            name, bug = each.__name__.replace("_", " "), "report it as a bug in safetune"
             yield check(name, f"this check failed: {typed(error)}", fail=bug)
 
 

@@ -12,7 +12,7 @@ from safetune.both import cuda, cuda_driver
 from safetune.cli.doctor.report import Check, check
 from safetune.errors import BackendError
 
-_ELSEWHERE = "only NVIDIA GPUs have isolation; tune on a machine with one"
+_ELSEWHERE = "safetune isolates configs on NVIDIA GPUs only; tune on a machine that has one"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -33,14 +33,18 @@ def gpus() -> Iterator[Check]:
         driver.call("cuDeviceGetCount", ctypes.byref(number))
     except (BackendError, AttributeError) as error:
         yield check(
-            "driver", str(error), fail="run nvidia-smi; reload or reinstall NVIDIA's driver"
+            "driver",
+            str(error),
+            fail="run nvidia-smi; if it fails too, reload or reinstall NVIDIA's driver",
         )
         return
     yield check("driver", f"{version}{_kernel_module()}")
     if not number.value:
         hidden = os.environ.get(cuda.VISIBLE)
-        fix = f"{cuda.VISIBLE}={hidden!r} hides all" if hidden is not None else _ELSEWHERE
-        yield check("GPU", "the driver shows no device", warn=fix)
+        fix = (
+            _ELSEWHERE if hidden is None else f"{cuda.VISIBLE}={hidden!r} hides all GPUs: unset it"
+        )
+        yield check("GPU", "the driver reports no device", warn=fix)
         return
     found = cuda.make()
     for index in range(number.value):
@@ -62,9 +66,9 @@ def _torch_sees(count: int) -> Check:
 
     if torch.cuda.is_available():
         return check("torch's CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices")
-    build = f"torch {torch.__version__} sees none of the {count} devices of the driver"
+    build = f"torch {torch.__version__} sees none of the driver's {count} devices"
     state = "warn" if os.environ.get("TRITON_INTERPRET") == "1" else "fail"
-    return check("torch's CUDA", build, **{state: "install a torch that is built for CUDA"})
+    return check("torch's CUDA", build, **{state: "install a build of torch for CUDA"})
 
 
 def _kernel_module() -> str:

@@ -40,7 +40,8 @@ def versions() -> Iterator[Check]:
     is_linux = sys.platform == "linux"
     system = f"Linux {platform.release()}" if is_linux else sys.platform
     own = f"{version_of('safetune')}, Python {platform.python_version()}, {system}"
-    yield check("safetune", own, fail="" if is_linux else "configs are isolated on Linux only")
+    fix = "" if is_linux else "use Linux: safetune cannot isolate configs on other systems"
+    yield check("safetune", own, fail=fix)
     for name, oldest, newest in _SUPPORTED:
         found, least = version_of(name), ".".join(map(str, oldest))
         version = tuple(map(int, re.findall(r"\d+", found)[:2]))
@@ -50,7 +51,7 @@ def versions() -> Iterator[Check]:
             name,
             f"{found} (supported: {least}{most})",
             fail=f"pip install '{name}>={least}'" * (version < oldest),
-            warn="update safetune; known launches take Triton's slower path" * too_new,
+            warn="update safetune; until then, launches take Triton's slower path" * too_new,
         )
 
 
@@ -60,13 +61,13 @@ def limits() -> Iterator[Check]:
 
     cpus = usable_cpus()
     at_once = f"; configs compile in {cpus} processes at once" * (cpus > 1)
-    one = "allow this job more CPUs: configs compile one after the other" * (cpus == 1)
+    one = "give this job more CPUs: with one, configs compile one after the other" * (cpus == 1)
     yield check("CPUs", f"{cpus} usable of {os.cpu_count()}{at_once}", warn=one)
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in map(Path, _MEMORY_FILES):
         if file.is_file() and (text := file.read_text().strip()).isdigit():
             most = min(most, int(text))
-    little = "allow 4 GiB: each compile process may need a GiB" * (most < _MEMORY)
+    little = "give this job 4 GiB: each compile process may need a GiB" * (most < _MEMORY)
     yield check("memory", size(most), warn=little)
     for name, kind, least, flag in (
         ("open files", resource.RLIMIT_NOFILE, _OPEN_FILES, "-n"),
@@ -86,7 +87,8 @@ def _shared_memory(directory: Path) -> Check:
     except OSError as error:
         return check(str(directory), str(error), warn="mount a tmpfs there; torch and NCCL need it")
     words = f"{size(usage.free)} free of {size(usage.total)}"
-    little = "docker run --shm-size=1g; torch and NCCL need it" * (usage.free < _SHARED_MEMORY)
+    fix = "start the container with `docker run --shm-size=1g`: torch and NCCL need the space"
+    little = fix * (usage.free < _SHARED_MEMORY)
     return check(str(directory), words, warn=little)
 
 
@@ -133,5 +135,7 @@ def judged(code: int, stdout: str, stderr: str) -> Check:
     words = ", ".join(f"{name} {label}" for name, label in labels.items())
     working = [name for name, label in labels.items() if label == "ok"]
     if code or working != ["FAULT=0"]:
-        return check("isolation", words, fail="report it as a bug of safetune, with `--json`")
+        return check(
+            "isolation", words, fail="report it as a bug in safetune, with the `--json` output"
+        )
     return check("isolation", f"a tuning process crashed, and the tuning continued ({words})")

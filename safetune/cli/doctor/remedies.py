@@ -10,21 +10,21 @@ from pathlib import Path
 
 from safetune.settings import SharedKind, display_url, shared_kind
 
-_FULL = "free some space there: {where}"
-_NOT_ALLOWED = "give this user the right to write there: chown or chmod u+rwx {where}"
+_FULL = "free some space in {where}"
+_NOT_ALLOWED = "let this user write there: chown or chmod u+rwx {where}"
 _READ_ONLY = "make the database writable for this user: {where}"
-_BROKEN = "look for errors of the disk in dmesg"
+_BROKEN = "look for disk errors in dmesg"
 
 _NO_SPACE = 1 << 20
 
 _OF_ERRNO = {
     errno.ENOSPC: _FULL,
-    errno.EDQUOT: "free some of your quota there: {where}",
-    errno.EROFS: "mount it writable, or name another directory: {where}",
+    errno.EDQUOT: "free some of your quota in {where}",
+    errno.EROFS: "remount {where} writable, or set another directory",
     errno.EACCES: _NOT_ALLOWED,
     errno.EPERM: _NOT_ALLOWED,
     errno.ENOENT: "mkdir -p {where}",
-    errno.ENOTDIR: "name a directory: {where} is, or lies below, a file",
+    errno.ENOTDIR: "set another directory: {where} is a file, or lies below one",
     errno.EIO: _BROKEN,
 }
 
@@ -34,7 +34,7 @@ _OF_SQLITE = {
     "attempt to write a readonly database": _READ_ONLY,
     "unable to open database file": _NOT_ALLOWED,
     "disk I/O error": _BROKEN,
-    "database is locked": "end the process that keeps it locked, or wait for it",
+    "database is locked": "end the process that holds the lock, or wait for it",
 }
 
 

@@ -44,7 +44,7 @@ def settings() -> Iterator[Check]:
         )
     given = sorted(name for name in os.environ if name.startswith("SAFETUNE_"))
     words = f"mode {mode.value}" + (f"; set: {', '.join(given)}" if given else "")
-    fix = "nothing is tuned at a launch in this mode; unset SAFETUNE_MODE to tune"
+    fix = "launches do not tune in this mode; unset SAFETUNE_MODE to tune"
     yield check("settings", words, warn=fix * (mode not in (Mode.TUNE, Mode.BACKGROUND)))
 
 
@@ -55,14 +55,14 @@ def cache_directory() -> Iterator[Check]:
     current = Settings.current()
     where = located()
     found = where.warning(current) if where.network else str(current.cache_dir)
-    fix = "for choices that are kept on a local disk, set SAFETUNE_CACHE_DIR to one on each node"
+    fix = "to keep choices on a local disk, set SAFETUNE_CACHE_DIR to a directory on one"
     yield check("cache directory", found, warn=fix * bool(where.network))
     yield from _writable(where.directory)
     if where.directory.exists():
         yield _permissions(where.directory)
         if (aside := db_files.aside(where.database)).exists():
-            words = f"a database that could not be used is kept beside it: {aside}"
-            yield check("database set aside", words, warn="delete it once you do not need it")
+            words = f"safetune could not use an earlier database, and renamed it to {aside}"
+            yield check("database set aside", words, warn="delete it when you no longer need it")
     yield _space("space for the database", where.directory)
 
 
@@ -86,14 +86,14 @@ def _writable(directory: Path) -> Iterator[Check]:
         yield check("database", f"{words}; it can be written")
         if damaged := store.corrupt_rows():
             found = f"{counted(damaged, 'damaged row')}, which safetune ignores and measures again"
-            yield check("damaged rows", found, warn="look for errors of the disk in dmesg")
+            yield check("damaged rows", found, warn="look for disk errors in dmesg")
         return
     parent = _existing(directory)
     try:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         fix = remedy(error, parent, "set SAFETUNE_CACHE_DIR to a directory that you can write to")
-        yield check("database", f"{parent} cannot be written to: {error.strerror}", fail=fix)
+        yield check("database", f"cannot write to {parent}: {error.strerror}", fail=fix)
     else:
         yield check("database", f"{database} does not exist yet, and can be created")
 
@@ -109,7 +109,7 @@ def _permissions(directory: Path) -> Check:
 def _space(name: str, directory: Path) -> Check:
     free = shutil.disk_usage(_existing(directory)).free
     words = f"{size(free)} free in {directory}"
-    full = "free some space: outcomes cannot be stored" * (free < _NO_SPACE)
+    full = "free some space: too little is left to store anything" * (free < _NO_SPACE)
     return check(name, words, fail=full, warn="free some space" * (free < _LITTLE_SPACE))
 
 
@@ -122,7 +122,7 @@ def triton_cache() -> Iterator[Check]:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         fix = remedy(error, parent, "set TRITON_CACHE_DIR to a directory that you can write to")
-        yield check("Triton's cache", f"{parent} cannot be written to: {error.strerror}", fail=fix)
+        yield check("Triton's cache", f"cannot write to {parent}: {error.strerror}", fail=fix)
         return
     from safetune.store.local import db_files
 
@@ -139,7 +139,7 @@ def shared_store() -> Iterator[Check]:
 
     url = located().shared(Settings.current())
     if not url:
-        yield check("shared store", "none; SAFETUNE_SHARED names one that several nodes use")
+        yield check("shared store", "none; set SAFETUNE_SHARED to share choices between nodes")
         return
     words = display_url(url)
     try:
@@ -152,7 +152,7 @@ def shared_store() -> Iterator[Check]:
             if lease is not None:
                 lease.release()
     except Unwritable as error:
-        fix = "allow this user to write; choices of this node are not shared"
+        fix = "let this user write there; until then this node does not share its choices"
         yield check("shared store", f"{words}: {error}", warn=fix)
         return
     except SafetuneError as error:
@@ -161,7 +161,7 @@ def shared_store() -> Iterator[Check]:
         yield check("shared store", found, fail=fix)
         return
     words += f", answers in {seconds * 1e3:.3g} ms"
-    slow = "choices are looked up in one request per kernel; a store that is closer is faster"
+    slow = "use a store that is closer: each kernel's first launch waits for a request"
     yield check("shared store", words, warn=slow * (seconds > _SLOW_S))
 
 
@@ -175,7 +175,7 @@ def packs() -> Iterator[Check]:
             found = exchange.collect(directory)
         except (SafetuneError, OSError) as error:
             yield check(
-                "packs", str(error), fail="export it again, or take it out of SAFETUNE_PACKS"
+                "packs", str(error), fail="export it again, or remove it from SAFETUNE_PACKS"
             )
             continue
         choices = counted(len(found.entries), "choice")

@@ -134,12 +134,12 @@ class Location:
         """Return the message about a cache directory on a network file system; empty otherwise."""
         if not self.network:
             return ""
-        shared = f"; {settings.cache_dir} is the shared store of all nodes" if self.choices else ""
+        shared = f", and all nodes share choices in {settings.cache_dir}" if self.choices else ""
         return (
             f"{settings.cache_dir} is on a network file system ({self.network}), where SQLite is "
-            f"not safe: the database is in {self.directory}, on this node{shared}{self.problem}. "
-            "To choose other directories, set "
-            "SAFETUNE_CACHE_DIR to one on a local disk, and SAFETUNE_SHARED"
+            f"not safe: safetune keeps its database in {self.directory} on this node{shared}"
+            f"{self.problem}. To choose other directories, set SAFETUNE_CACHE_DIR to one on a "
+            "local disk, and SAFETUNE_SHARED"
         )
 
 

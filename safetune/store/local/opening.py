@@ -182,8 +182,7 @@ def check_readable(connection: sqlite3.Connection) -> None:
     """Raise `StoreError` unless a database can be read unchanged."""
     if not _version(connection):
         raise StoreError(
-            "it is empty; a copy of a database that a process has open lacks its newest rows: use "
-            "`safetune export` instead"
+            "it is empty. If you copied it from a running process, use `safetune export` instead"
         )
     _check_schema(connection)
 

@@ -56,7 +56,7 @@ def _check_protocols(url: str) -> None:
         except ValueError as error:
             near = difflib.get_close_matches(protocol, fsspec.available_protocols(), cutoff=0.7)
             unknown = InvalidSetting(
-                f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: {protocol} is no protocol "
-                f"of fsspec; did you mean {', '.join(near or ['s3', 'gs', 'abfs'])}?"
+                f"SAFETUNE_SHARED={display_url(url)!r} cannot be opened: fsspec has no protocol "
+                f"{protocol}; did you mean {', '.join(near or ['s3', 'gs', 'abfs'])}?"
             )
             raise unknown.with_fix("correct the part of the URL before ://") from error

@@ -299,5 +299,5 @@ def test_a_copy_without_the_log_of_a_database_in_use_says_so(tmp_path, store, re
     store.put_choice(records.choice())
     copy = tmp_path / "copy.db"
     copy.write_bytes(store.path.read_bytes())
-    with pytest.raises(StoreError, match=r"it is empty; .* use `safetune export` instead"):
+    with pytest.raises(StoreError, match=r"it is empty\. .* use `safetune export` instead"):
         Store.open_read_only(copy)

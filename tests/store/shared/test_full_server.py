@@ -61,7 +61,7 @@ def test_a_claim_on_a_full_server_is_to_be_made_again(
     full.hold()
     claim, warned = said(lambda: layer.claim(SPACE, key().digest, LIST, force=False))
     assert (claim.lease, claim.stored, warned) == (None, None, [])
-    assert "the server has no connection left" in claim.later
+    assert "the server has no connections left" in claim.later
     full.let_go()
     while claim.later:  # the server closes connections in its own time
         claim, warned = said(lambda: layer.claim(SPACE, key().digest, LIST, force=False))
@@ -129,7 +129,7 @@ def test_a_server_that_is_full_for_too_long_costs_one_warning(
     clock.leapt_s += WAIT_S / 4
     claimed, (warning,) = said(claim)
     assert isinstance(claimed.lease, NoLease)
-    assert "the server has no connection left" in warning
+    assert "the server has no connections left" in warning
     assert "continuing without it" in warning
     refused = full.refused
     assert layer.publish(SPACE, stored()) == stored()
@@ -197,7 +197,7 @@ def test_a_server_that_hangs_up_and_is_gone_is_not_waited_for(
     layer = layer_of(backend)
     claim, (warning,) = said(lambda: layer.claim(SPACE, key().digest, LIST, force=False))
     assert isinstance(claim.lease, NoLease)
-    assert "nothing listens there" in warning
+    assert "nothing is listening there" in warning
 
 
 @pytest.mark.parametrize(

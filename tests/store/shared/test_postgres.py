@@ -202,7 +202,7 @@ class TestRoles:
         options = "&options=-c%20default_transaction_read_only%3Don"
         with closing(Postgres(database + options)) as standby:
             assert standby.get(SPACE, key().digest, LIST) == stored()
-            with pytest.raises(Unwritable, match="the server only reads"):
+            with pytest.raises(Unwritable, match="the server is read-only"):
                 standby.publish(SPACE, [stored(1)])
 
 
@@ -286,7 +286,7 @@ class TestConnecting:
                     psycopg.connect(server.url().replace("//postgres@", f"//{role}@")).close()
             url = f"postgresql://{role}:{{}}@127.0.0.1:{proxy.port}/postgres?sslmode=disable"
             with pytest.raises(
-                StoreError, match=r"cannot read .*: the server refuses the password"
+                StoreError, match=r"cannot read .*: the server rejected the password"
             ):
                 Postgres(url.format("wrong")).names(SPACE)
             assert proxy.accepted == 1

@@ -67,11 +67,11 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
         own = str(400 + number)
         assert rank["after"][own] == rank["before"][own], "no other rank has this key"
         assert rank["stored"] == 16, "the next run begins with what was agreed on"
-        nodes = [text for text in rank["said"] if "no SAFETUNE_SHARED" in text]
+        nodes = [text for text in rank["said"] if "SAFETUNE_SHARED is not set" in text]
         assert nodes == [
-            f"safetune [rank {number}]: 4 processes, 1 of them on this node, and no "
-            "SAFETUNE_SHARED: each node tunes for itself, and they may launch different configs "
-            "until safetune.sync()"
+            f"safetune [rank {number}]: this job has 4 processes, 1 of them on this node, but "
+            "SAFETUNE_SHARED is not set: each node tunes for itself, and they may launch different "
+            "configs until safetune.sync()"
         ]
     for rank in ranks:
         _, agreed, later, at_last = rank["late"]
