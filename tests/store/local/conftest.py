@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,16 @@ def choice(config, generation=1):
 def at_the_same_time():
     print("ready", flush=True)
     assert sys.stdin.readline() == "go\\n"
+"""
+
+#: Locks the names that it is given, says so, and holds them until it reads a line.
+HOLD = """
+from safetune.store.local.locks import try_lock
+held = [try_lock(directory / "safetune.db", name) for name in sys.argv[2:]]
+print(all(held), flush=True)
+sys.stdin.readline()
+for lock in filter(None, held):
+    lock.release()
 """
 
 
@@ -127,6 +137,18 @@ def children() -> Iterator[Children]:
     started = Children()
     yield started
     started.stop()
+
+
+@pytest.fixture
+def holding(children: Children) -> Callable[..., subprocess.Popen[str]]:
+    """A function that starts a process which holds the locks of some names."""
+
+    def start(directory: Path, *names: str) -> subprocess.Popen[str]:
+        child = children.start(HOLD, directory, *names)
+        assert child.stdout.readline() == "True\n", child.communicate()[1]
+        return child
+
+    return start
 
 
 @pytest.fixture
