@@ -185,6 +185,25 @@ def test_the_last_database_that_was_set_aside_is_kept_and_of_no_other_a_log(tmp_
     assert kept == {"safetune.db.aside": b"second" * 1000}
 
 
+def test_reading_alone_writes_nothing_beside_what_a_killed_writer_left(tmp_path, children):
+    directory = tmp_path / "cache"
+    children.run(
+        "store = Store.open(directory)\nstore.put_choice(choice('c1'))\nos._exit(0)", directory
+    )
+
+    def files():
+        return {
+            path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir()
+        }
+
+    before = files()
+    opened = Store.open_read_only(directory / "safetune.db")
+    found = opened.choice("key")
+    opened.close()
+    assert found is not None
+    assert files() == before
+
+
 def test_a_copy_without_the_log_of_a_database_in_use_says_so(tmp_path, store, records):
     """Regression: it said that an older safetune wrote it, and so did an empty file."""
     store.put_choice(records.choice())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 
+from safetune.store.local.connection import BUSY_TIMEOUT_S
 from safetune.store.local.store import Store
 
 
@@ -47,7 +49,9 @@ def test_a_reader_is_not_blocked_by_a_thread_that_waits_to_write(store, records)
     writer = threading.Thread(target=store.put_trial, args=(records.trial("late"),))
     writer.start()
     tries.acquire()
+    begin = time.monotonic()
     assert store.choice("key") == records.choice()
+    assert time.monotonic() - begin < BUSY_TIMEOUT_S / 2
     other.execute("ROLLBACK")
     other.close()
     writer.join()

@@ -67,7 +67,8 @@ def test_nothing_is_stored_for_an_unknown_key(store):
 
 
 def test_the_choice_of_the_highest_generation_is_used(store, records):
-    second, first = records.choice("c2", generation=2), records.choice("c1")
+    """Also if the clock was set back in between."""
+    second, first = records.choice("c2", generation=2, created=1.0), records.choice("c1")
     store.put_key(records.key())
     assert [store.put_choice(second), store.put_choice(first)] == [second, first]
     assert store.choice("key") == second
