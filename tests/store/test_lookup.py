@@ -88,37 +88,14 @@ def test_a_process_has_one_store_per_directory(tmp_path, settings_for):
     assert open_lookup(settings_for(tmp_path / "b")).store is not first
 
 
-def break_with_a_file_in_the_way(directory) -> str:
-    directory.write_text("")
-    return "File exists"
-
-
-def break_with_a_link(directory) -> str:
-    directory.mkdir()
-    (directory / "safetune.db").symlink_to("/dev/null")
-    return "is a symbolic link"
-
-
-def break_with_a_newer_version(directory) -> str:
-    GuardedStore.open(directory).close()
-    connection = sqlite3.connect(directory / "safetune.db")
-    connection.execute("PRAGMA user_version=99")
-    connection.close()
-    return "newer safetune"
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [break_with_a_file_in_the_way, break_with_a_link, break_with_a_newer_version],
-)
-def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records, break_it):
-    reason = break_it(tmp_path / "cache")
+def test_a_store_that_cannot_be_opened_costs_one_warning(tmp_path, settings_for, records):
+    (tmp_path / "cache").write_text("")
     with pytest.warns(UserWarning, match="safetune") as caught:
         store = open_lookup(settings_for(tmp_path / "cache")).store
     message = str(caught[0].message)
     assert len(caught) == 1
     assert str(tmp_path / "cache" / "safetune.db") in message
-    assert reason in message
+    assert "File exists" in message
     assert "in memory" in message
 
     with warnings.catch_warnings():
@@ -186,64 +163,6 @@ def test_a_bad_record_is_dropped_without_giving_up_the_store(guarded, records, c
     again = GuardedStore.open(guarded.path.parent)
     assert again.choice("key") == records.choice()
     again.close()
-
-
-def test_a_real_write_error_does_not_raise_out_of_a_run(tmp_path, children):
-    """The file may not grow (EFBIG): SQLite's own error path, not a trigger."""
-    output = children.run(
-        """
-import resource, logging
-logging.basicConfig(stream=sys.stdout, format="%(message)s")
-from safetune.store.lookup import GuardedStore
-store = GuardedStore.open(directory)
-store.put_choice(choice("c1"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (262144, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-for index in range(40):
-    store.put_trial(trial(index, message="x" * 8000))
-print(len(store.trials("key")), store.choice("key").config_digest)
-""",
-        tmp_path,
-    )
-    warning, result = output.splitlines()
-    assert warning.endswith("this process keeps its choices in memory")
-    stored, chosen = result.split()
-    assert 0 < int(stored) < 40
-    assert chosen == "c1"
-
-
-def test_a_database_deleted_in_a_run_does_not_raise(guarded, records):
-    for path in list(guarded.path.parent.iterdir()):
-        path.unlink()
-    guarded.put_trial(records.trial())
-    guarded.put_choice(records.choice())
-    assert guarded.choice("key") == records.choice()
-
-
-def test_a_fork_while_a_store_is_cached(tmp_path, children):
-    output = children.run(
-        """
-from safetune.keys.tuning_key import Device, Toolchain
-from safetune.keys.tuning_key import KernelIdentity, TuningKey
-from safetune.settings import Settings
-from safetune.store.lookup import open_lookup
-from dataclasses import replace
-os.environ["SAFETUNE_CACHE_DIR"] = str(directory)
-device, toolchain = Device("H100", "90", 132, 232448), Toolchain("3.9.0", "ptxas", "cuda:90:32")
-key = TuningKey(KernelIdentity("add", "kernel"), (), (), (), device, toolchain)
-lookup = open_lookup(Settings.current())
-lookup.remember(lookup.store.put_choice(replace(choice("c1"), key=key.digest)))
-pid = os.fork()
-if pid == 0:
-    assert open_lookup(Settings.current()) is lookup
-    assert lookup.find(key, "declared").config_digest == "c1"
-    lookup.store.put_choice(replace(choice("c2", generation=2), key=key.digest))
-    os._exit(0)
-assert os.waitpid(pid, 0)[1] == 0
-print(lookup.find(key, "declared").config_digest, lookup.store.choice(key.digest).config_digest)
-""",
-        tmp_path,
-    )
-    assert output == "c1 c2\n"
 
 
 def test_a_relative_directory_stays_where_it_was_at_the_import(tmp_path, children, monkeypatch):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from tests.store.children import Children
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,6 +36,16 @@ def choice(config, generation=1):
 def at_the_same_time():
     print("ready", flush=True)
     assert sys.stdin.readline() == "go\\n"
+"""
+
+#: Locks the names that it is given, says so, and holds them until it reads a line.
+HOLD = """
+from safetune.store.local.locks import try_lock
+held = [try_lock(directory / "safetune.db", name) for name in sys.argv[2:]]
+print(all(held), flush=True)
+sys.stdin.readline()
+for lock in filter(None, held):
+    lock.release()
 """
 
 
@@ -77,56 +86,23 @@ class Records:
         return replace(record, **changes)
 
 
-class Children:
-    """Python processes that run a script on a store, and are gone at the end of the test."""
-
-    def __init__(self) -> None:
-        self._running: list[subprocess.Popen[str]] = []
-
-    def start(self, script: str, *arguments: object) -> subprocess.Popen[str]:
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        child = subprocess.Popen(
-            [sys.executable, "-c", PREAMBLE + script, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
-        self._running.append(child)
-        return child
-
-    def run(self, script: str, *arguments: object) -> str:
-        """What the script prints; fails with its traceback."""
-        return self.end(self.start(script, *arguments))
-
-    def end(self, child: subprocess.Popen[str], line: str | None = None) -> str:
-        output, errors = child.communicate(line, timeout=120)
-        assert child.returncode == 0, errors
-        return output
-
-    def race(self, script: str, *arguments: object, count: int) -> list[str]:
-        """Run `count` of them; `at_the_same_time()` returns in all when the last has come to it."""
-        children = [self.start(script, *arguments, number) for number in range(count)]
-        for child in children:
-            assert child.stdout.readline() == "ready\n", child.communicate()[1]
-        for child in children:
-            child.stdin.write("go\n")
-            child.stdin.flush()
-        return [self.end(child) for child in children]
-
-    def stop(self) -> None:
-        for child in self._running:
-            if child.poll() is None:
-                child.kill()
-            child.communicate()
+@pytest.fixture
+def children() -> Iterator[Children]:
+    started = Children(PREAMBLE)
+    yield started
+    started.stop()
 
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    started = Children()
-    yield started
-    started.stop()
+def holding(children: Children) -> Callable[..., subprocess.Popen[str]]:
+    """A function that starts a process which holds the locks of some names."""
+
+    def start(directory: Path, *names: str) -> subprocess.Popen[str]:
+        child = children.start(HOLD, directory, *names)
+        assert child.stdout.readline() == "True\n", child.communicate()[1]
+        return child
+
+    return start
 
 
 @pytest.fixture

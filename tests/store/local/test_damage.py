@@ -8,12 +8,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from msgspec import to_builtins
 
 from safetune.errors import StoreWarning
-from safetune.keys import encoding
 from safetune.outcome import Outcome, Timing, Verdict
-from safetune.store.local import rows
 from safetune.store.lookup import GuardedStore
 
 
@@ -85,25 +82,6 @@ def test_a_damaged_row_is_replaced_by_the_next_write(store, records):
     assert store.put_choice(records.choice("c2")) == records.choice("c2") == store.choice("key")
     store.put_trial(records.trial())
     assert store.trials("key") == [records.trial()]
-
-
-def test_a_row_with_a_right_checksum_and_wrong_types_is_absent(store, records):
-    """A checksum is not a signature: types are checked on top of it."""
-    marks = ("outcome", {**vars(records.outcome), "marks": {}})
-    half = ("outcome", {"verdict": "ok", "timing": {"median_ms": 1.0}})
-    for table, record, (name, value) in (
-        (rows.TRIAL, records.trial(), marks),
-        (rows.TRIAL, records.trial("c2"), half),
-        (rows.CHOICE, records.choice(), ("config", [1])),
-    ):
-        row = table.seal(record)
-        data = {**encoding.loads(row["record"]), name: to_builtins(value)}
-        del data["checksum"]
-        row["record"] = encoding.dumps({**data, "checksum": table.checksum(data)})
-        with store.connection.transaction() as connection:
-            table.insert(connection, row, "REPLACE")
-    assert store.trials("key") == []
-    assert store.choice("key") is None
 
 
 def test_a_database_whose_index_leads_to_another_row_is_set_aside(tmp_path, records):

@@ -249,10 +249,12 @@ ENDLESS = (
 )
 COMPUTED = "ALTER TABLE choice ADD COLUMN more TEXT AS (printf('%.*c', 100000000, 'x'))"
 
+EMPTYING = "CREATE TRIGGER t AFTER INSERT ON choice BEGIN DELETE FROM choice; END"
 
-@pytest.mark.parametrize("made", [ENDLESS, COMPUTED], ids=["endless view", "computed column"])
+
+@pytest.mark.parametrize("made", [ENDLESS, COMPUTED, EMPTYING], ids=["view", "column", "trigger"])
 @pytest.mark.parametrize("mode", ["tune", "frozen"])
-def test_views_and_computed_columns_are_refused(tmp_path, monkeypatch, made, mode) -> None:
+def test_views_computed_columns_and_triggers_are_refused(tmp_path, monkeypatch, made, mode) -> None:
     """A view that never ends, or a trigger, would run inside our own statements."""
     lookup.GuardedStore.open(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "safetune.db")

@@ -16,16 +16,7 @@ import pytest
 
 from safetune.store.local import locks
 from safetune.store.local.locks import try_lock
-
-#: Locks the names that it is given, says so, and holds them until it reads a line.
-HOLD = """
-from safetune.store.local.locks import try_lock
-held = [try_lock(directory / "safetune.db", name) for name in sys.argv[2:]]
-print(all(held), flush=True)
-sys.stdin.readline()
-for lock in filter(None, held):
-    lock.release()
-"""
+from tests.store.local.conftest import HOLD
 
 
 @pytest.fixture
@@ -34,11 +25,9 @@ def database(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(children: Any, tmp_path: Path) -> Any:
+def holder(holding: Any, tmp_path: Path) -> Any:
     """A process that has locked `key`."""
-    child = children.start(HOLD, tmp_path, "key")
-    assert child.stdout.readline() == "True\n"
-    return child
+    return holding(tmp_path, "key")
 
 
 def wait_for_death(pid: int) -> None:

@@ -18,7 +18,7 @@ from safetune.errors import StoreError
 from safetune.settings import Settings
 from safetune.store.local import db_files
 from safetune.store.local.db_files import locate
-from tests.store.local.conftest import Children
+from tests.store.children import Children
 
 #: statfs(2) as of a file system of another type, below one directory.
 _STATFS = """

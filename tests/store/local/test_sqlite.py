@@ -37,11 +37,6 @@ any_text = st.text(st.characters(exclude_categories=()))
 milliseconds = st.floats(0, 1e12)
 
 
-def reopened(store: Store) -> Store:
-    store.close()
-    return Store.open(store.path.parent)
-
-
 def test_every_record_comes_back_from_a_new_open(store, records):
     key, trial, choice = records.key(), records.trial(), records.choice()
     failed = records.trial(
@@ -52,7 +47,8 @@ def test_every_record_comes_back_from_a_new_open(store, records):
     store.put_trial(failed)
     assert store.put_choice(choice) == choice
 
-    again = reopened(store)
+    store.close()
+    again = Store.open(store.path.parent)
     assert again.trials("key") == [trial, failed]
     assert again.choice("key") == choice
     assert again.choices() == again.choices("add") == [StoredChoice(key, choice)]
@@ -71,7 +67,8 @@ def test_nothing_is_stored_for_an_unknown_key(store):
 
 
 def test_the_choice_of_the_highest_generation_is_used(store, records):
-    second, first = records.choice("c2", generation=2), records.choice("c1")
+    """Also if the clock was set back in between."""
+    second, first = records.choice("c2", generation=2, created=1.0), records.choice("c1")
     store.put_key(records.key())
     assert [store.put_choice(second), store.put_choice(first)] == [second, first]
     assert store.choice("key") == second
@@ -144,40 +141,27 @@ def test_a_kernel_that_is_cleared_while_it_is_tuned_is_found_afterwards(store, r
     assert store.choices("add") == [StoredChoice(records.key(), records.choice("c2"))]
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_refused(store, records, number):
-    """JSON has no such numbers."""
-    bad_timing = replace(records.outcome, timing=Timing(1.0, number, 1.0, 1, "final"))
-    for put, record, table in (
-        (store.put_trial, records.trial(outcome=bad_timing), "trial"),
-        (store.put_trial, records.trial(config={"x": [{"y": number}]}), "trial"),
-        (store.put_trial, records.trial(created=number), "trial"),
-        (store.put_choice, records.choice(median_ms=number), "choice"),
-        (store.put_key, records.key(call={"values": [["N", number]]}), "key"),
-        (store.put_key, records.key(device={"clock": number}), "key"),
+def test_a_value_that_would_not_come_back_is_refused(store, records):
+    """JSON has no NaN and no infinity."""
+    not_finite = replace(records.outcome, timing=Timing(1.0, math.nan, 1.0, 1, "final"))
+    for put, record in (
+        (store.put_trial, records.trial(outcome=not_finite)),
+        (store.put_trial, records.trial(config={"x": [{"y": math.inf}]})),
+        (store.put_trial, records.trial(created=-math.inf)),
+        (store.put_key, records.key(call={"values": [["N", math.nan]]})),
+        (store.put_choice, records.choice(median_ms=math.nan)),
+        (store.put_choice, records.choice(measured=2**63)),
+        (store.put_choice, records.choice(measured=True)),
+        (store.put_choice, records.choice(median_ms="1.5")),
+        (store.put_choice, records.choice(declared=None)),
+        (store.put_choice, records.choice(config={"x": object()})),
+        (store.put_choice, records.choice(config=[1])),
+        (store.put_choice, records.choice(generation=0)),
+        (store.put_choice, records.choice(median_ms=-1.0)),
     ):
-        with pytest.raises(StoreError, match=f"cannot hold this {table}: "):
+        with pytest.raises(RecordError, match="cannot hold this"):
             put(record)
-    for table in ("key", "trial", "choice"):
-        connection = sqlite3.connect(store.path)
-        assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
-        connection.close()
-
-
-def test_a_value_that_a_column_cannot_hold_is_refused(store, records):
-    for record in (
-        records.choice(measured=2**63),
-        records.choice(measured=True),
-        records.choice(median_ms="1.5"),
-        records.choice(declared=None),
-        records.choice(config={"x": object()}),
-        records.choice(config=[1]),
-        records.choice(generation=0),
-        records.choice(median_ms=-1.0),
-    ):
-        with pytest.raises(RecordError):
-            store.put_choice(record)
-    assert store.choice("key") is None
+    assert (store.kernels(), store.trials("key"), store.choice("key")) == ([], [], None)
 
 
 def test_lone_surrogates_and_big_integers_do_no_harm(store, records):

@@ -62,6 +62,14 @@ def test_a_call_that_matches_no_pack_is_tuned(copies: Any, packed: Any, changes:
     assert tuned(made)
 
 
+def test_a_choice_with_a_field_of_a_newer_version_is_not_launched(copies: Any, packed: Any) -> None:
+    made = copies(blocks=(16, 32))
+    path = packed(made, 32)
+    text = path.read_text()
+    path.write_text(text.replace('"measured":', '"clocks_mhz": 1980, "measured":'))
+    assert tuned(made)
+
+
 def test_the_content_of_a_pack_counts_and_not_its_name(
     copies: Any, packed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,8 +26,7 @@ from safetune.store.shared import layer, puller
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import SharedStore, namespace
-
-ROOT = Path(__file__).parents[3]
+from tests.store.children import ROOT, Children
 
 DEVICE = Device("interpreter", "cpu", 0, 0)
 TOOLCHAIN = Toolchain("3.9.0", "interpreter", "interpreter")
@@ -43,9 +40,9 @@ LIST = encoding.digest("the configs that the decorator declares")
 AMPLE_S = 60.0
 
 
-def example(name: str) -> Any:
-    """Return a module of docs/examples."""
-    spec = spec_from_file_location(f"safetune_examples_{name}", ROOT / f"docs/examples/{name}.py")
+def module_in(path: Path) -> Any:
+    """Return the module in a file, made anew."""
+    spec = spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -94,11 +91,17 @@ def tuned(
     store.put_choice(choice(number, block))
 
 
+@pytest.fixture
+def program() -> Any:
+    """A program with a kernel of four configs."""
+    return module_in(Path(__file__).with_name("ranks.py"))
+
+
 @contextlib.contextmanager
 def running(connections: int) -> Iterator[Any]:
     """A PostgreSQL server with this many connections."""
     pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
-    module = example("postgres_server")
+    module = module_in(ROOT / "docs/examples/postgres_server.py")
     directory = Path(tempfile.mkdtemp(prefix="safetune-pg-"))
     try:
         started = module.Server(directory, max_connections=connections)
@@ -296,47 +299,8 @@ def proxy(server: Any) -> Iterator[Proxy]:
     made.close()
 
 
-class Children:
-    """Python processes that are gone at the end of the test."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._running: list[subprocess.Popen[str]] = []
-
-    def start(self, script: str | Path, *arguments: object, **env: str) -> subprocess.Popen[str]:
-        what = [str(script)] if isinstance(script, Path) else ["-c", script]
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        child = subprocess.Popen(
-            [sys.executable, *what, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self._directory,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **env},
-        )
-        self._running.append(child)
-        return child
-
-    def end(self, child: subprocess.Popen[str], line: str | None = None) -> str:
-        output, errors = child.communicate(line, timeout=120)
-        assert child.returncode == 0, errors
-        return output
-
-    def run(self, script: str | Path, *arguments: object, **env: str) -> str:
-        """Return what a script prints; fails with its traceback."""
-        return self.end(self.start(script, *arguments, **env))
-
-    def stop(self) -> None:
-        for child in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, 9)
-            child.communicate(timeout=60)
-
-
 @pytest.fixture
-def children(tmp_path: Path) -> Iterator[Children]:
-    started = Children(tmp_path)
+def children() -> Iterator[Children]:
+    started = Children()
     yield started
     started.stop()

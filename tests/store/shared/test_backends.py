@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
@@ -14,12 +15,13 @@ import pytest
 from safetune.errors import InvalidSetting, StoreError
 from safetune.keys import encoding
 from safetune.settings import Settings, display_url
+from safetune.store.lookup import GuardedStore
 from safetune.store.shared import protocol as shared_record
 from safetune.store.shared.files import file_name
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import Name, SharedStore, name_of
 
-from .conftest import LIST, SPACE, Children, config, key, stored
+from .conftest import LIST, SPACE, Children, MakeLayer, choice, config, key, stored
 
 Spoil = Callable[[Name, str], None]
 
@@ -131,27 +133,48 @@ def test_anything_but_a_record_is_a_miss_and_a_file_is_replaced(
     assert shared.get(SPACE, key().digest, LIST) == (None if kind == "postgres" else new)
 
 
+def test_a_choice_of_a_newer_version_stays_and_is_not_used(
+    shared: SharedStore, spoil: Spoil, local: GuardedStore, layer_of: MakeLayer
+) -> None:
+    """Regression: such a record was replaced as if it were half of one."""
+    content = json.loads(shared_record.encode(stored(0, 128)))
+    del content["checksum"]
+    content["tunings"][0]["choices"][0]["clocks_mhz"] = 1980
+    newer = encoding.dumps({**content, "checksum": encoding.digest(content)})
+    shared.publish(SPACE, [stored(0), stored(1)])
+    spoil(name_of(stored(0)), newer)
+
+    layer = layer_of(shared)
+    layer.refresh(SPACE)
+    assert local.choice(key(1).digest) == choice(1)
+    assert local.choice(key(0).digest) is None
+    assert layer.choice(key(0).digest, LIST) is None
+    assert layer.claim(SPACE, key(0).digest, LIST, force=False).stored is None
+
+    assert layer.publish(SPACE, stored(0, 64)) == stored(0, 64)
+
+    (found,) = [each for each in shared.pull(SPACE, shared.names(SPACE)) if each.unknown]
+    assert shared_record.encode(found) == newer
+
+
 def test_writers_that_race_end_with_one_choice_for_all(
     url: str, kind: str, shared: SharedStore, children: Children
 ) -> None:
     """Three processes publish another choice for the same forty names at the same time."""
     if kind == "memory":
         pytest.skip("memory:// is one process's")
-    script = f"""
-import json, sys
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+    script = """
+import sys
 from tests.store.shared.conftest import SPACE, stored
 from safetune.store.shared.opening import open_shared
 store = open_shared(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range(40):
-    print(store.publish(SPACE, [stored(number, int(sys.argv[2]))])[0].choice.config["BLOCK"])
+    record = stored(number, 16 << int(sys.argv[2]))
+    print(store.publish(SPACE, [record])[0].choice.config["BLOCK"])
 """
-    racing = [children.start(script, url, 16 << number) for number in range(3)]
-    for child in racing:
-        assert child.stdout.readline() == "ready\n", child.communicate()[1]
-    outputs = [children.end(child, "go\n") for child in racing]
+    outputs = children.race(script, url, count=3)
     assert len(set(outputs)) == 1
     assert len(outputs[0].split()) == 40
     found = {each.choice.key: each.choice for each in shared.pull(SPACE, shared.names(SPACE))}

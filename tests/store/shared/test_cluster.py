@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,9 @@ Node = Callable[..., GuardedStore]
 
 
 @pytest.fixture
-def request_() -> TuningRequest:
+def request_(program: Any) -> TuningRequest:
     """What a miss of a kernel with four configs asks for."""
-    spec = spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    wanted: TuningRequest = module.request(100)
+    wanted: TuningRequest = program.request(100)
     return wanted
 
 

@@ -18,10 +18,9 @@ import pytest
 
 from safetune.store.shared.layer import ANSWER_S
 from tests import stored_rows
-from tests.ready import is_ready
 from tests.selection import FULL
 
-from .conftest import Children, Full, Proxy, running
+from .conftest import Children, Proxy, running
 
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
@@ -156,28 +155,3 @@ def test_a_cluster_tunes_each_key_once_and_outlives_its_server(
     proxy.close()
     children.end(cluster.process)
     print(f"{len(answers)} processes on {KEYS} keys three times, {cluster.figures()}")
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_cluster_on_a_full_server_waits_and_tunes_each_key_once(
-    full: Full, children: Children, tmp_path: Path
-) -> None:
-    """Regression: a node that got no connection for 1.6 s tuned alone, and launched its choice.
-
-    Each node is refused more often than its processes asked before they did that.
-    """
-    cluster = Cluster(children, tmp_path, [(ANSWERS_S, full.url)] * NODES)
-    everywhere, numbers = set(range(NODES)), [100, 101]
-    full.hold()
-    cluster.send(numbers)
-    assert cluster.process.stdout is not None
-    output = cluster.process.stdout.fileno()
-    full.wait_for_refusals(25 * NODES, unless=lambda: is_ready(output))
-    full.let_go()
-    answers = cluster.answers()
-    assert [each["said"] for each in answers] == [[]] * len(answers)
-    assert cluster.tunings() == dict.fromkeys(numbers, 1)
-    for number in numbers:
-        assert len(chosen(answers, number, everywhere)) == 1
-    children.end(cluster.process)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,12 +15,8 @@ import pytest
 
 psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycopg")
 
-from safetune.errors import SafetuneWarning, StoreError  # noqa: E402
+from safetune.errors import StoreError  # noqa: E402
 from safetune.keys.tuning_key import key_digest  # noqa: E402
-from safetune.store.local.db_files import tries  # noqa: E402
-from safetune.store.lookup import GuardedStore  # noqa: E402
-from safetune.store.shared.layer import SharedLayer  # noqa: E402
-from safetune.store.shared.opening import open_shared  # noqa: E402
 from safetune.store.shared.postgres import Postgres  # noqa: E402
 from safetune.store.shared.postgres_connect import connect  # noqa: E402
 from safetune.store.shared.protocol import (  # noqa: E402
@@ -69,28 +63,6 @@ def test_of_sixteen_writers_of_an_empty_database_one_makes_the_tables(database: 
 
     assert together(16, publish) == [[stored(number)] for number in range(16)]
     assert execute(database, "SELECT count(*) FROM safetune.version") == [(1,)]
-
-
-def test_a_hundred_nodes_share_forty_connections(
-    database: str, shared: Postgres, tmp_path: Path
-) -> None:
-    """A node that finds none free asks again, here for as long as a loaded machine needs."""
-    shared.publish(SPACE, [stored(number) for number in range(20)])
-    shared.close()
-
-    def ask(number: int) -> Any:
-        with closing(GuardedStore.open(tmp_path / f"node{number}")) as store:
-            layer = SharedLayer(open_shared(database), store.connection)
-            for _ in tries(math.inf, 0.01, 0.5):
-                claim = layer.claim(SPACE, key(number % 20).digest, LIST, force=False)
-                if not claim.later:
-                    return claim.stored
-        raise AssertionError("without a limit, the tries never end")
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert together(100, ask) == [stored(number % 20) for number in range(100)]
-    assert [each for each in said if issubclass(each.category, SafetuneWarning)] == []
 
 
 def test_two_nodes_that_publish_the_same_choices_do_not_lock_each_other_out(

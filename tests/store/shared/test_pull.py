@@ -25,7 +25,6 @@ from safetune.store.shared.protocol import Name, SharedStore
 
 from .conftest import (
     LIST,
-    ROOT,
     SPACE,
     TOOLCHAIN,
     Children,
@@ -174,9 +173,8 @@ def test_one_of_thirty_processes_of_a_node_connects(
         store.close()
 
 
-LEADER = f"""
+LEADER = """
 import sys, threading
-sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from safetune.store.lookup import GuardedStore
 from safetune.store.shared import layer, puller

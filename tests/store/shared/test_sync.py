@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,6 @@ def test_a_rank_that_does_not_come_ends_the_wait(children: Children, tmp_path: P
 
 class TestSharedStore:
     """One process, without torch.distributed: another node is a writer of the directory."""
-
-    @pytest.fixture
-    def program(self) -> Any:
-        spec = spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
 
     @pytest.fixture
     def publish(

@@ -1,4 +1,4 @@
-"""What other programs do to a store that is open: delete its logs, lock it, clear it."""
+"""What other programs do to a store that is open: delete its logs, lock it."""
 
 from __future__ import annotations
 
@@ -113,30 +113,4 @@ def locked(place: Path, times: int) -> Tally:
         reader.close()
         tally.lose(41 - there, lock.__name__)
         opened.store.close()
-    return tally
-
-
-@fault(
-    "cleared-while-tuned",
-    "a kernel is cleared while it is tuned",
-    "what is written later is stored, listed, and cleared again",
-    1,
-    20,
-)
-def cleared_while_tuned(place: Path, times: int) -> Tally:
-    tally = Tally()
-    for number in range(times):
-        tally.tried += 1
-        tuner, other = Store.open(place / str(number)), Store.open(place / str(number))
-        for steps in range(3):
-            tuner.put_key(key(1))
-            for step, write in enumerate((tuner.put_trial, tuner.put_trial, tuner.put_choice)):
-                if step == steps:
-                    tally.expect(other.clear("add") == 1, "there was nothing to clear")
-                write(choice(1) if step == 2 else trial(1))
-            listed = [entry.choice for entry in other.choices("add")]
-            tally.lose(listed != [choice(1)], f"cleared before step {steps}")
-        tally.expect(other.clear("add") == 1 and other.choices() == [], "it cannot be cleared")
-        tuner.close()
-        other.close()
     return tally

@@ -1,4 +1,4 @@
-"""What the system does to a process that writes: kills, failing calls, full disks, no rights."""
+"""What the system does to a process that writes: kills, failing calls, no rights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import sqlite_utils  # noqa: F401 - imported before the forks
-from tally import NotHere, Tally, choice, fault, filled, judge, run, trial
+from tally import NotHere, Tally, choice, fault, filled, run, trial
 
 from safetune.store.local.db_files import DATABASE_NAME
 from safetune.store.local.store import Store
@@ -79,11 +79,6 @@ def _write(directory: Path, *before: str, **options) -> subprocess.CompletedProc
     )
 
 
-def told(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """Return the choices of which such a run was told that they are stored."""
-    return list(json.loads(done.stdout.splitlines()[-1])[1]) if done.stdout else []
-
-
 def _check(tally: Tally, what: str, directory: Path, done, before: int) -> bool:
     """Judge a run in a process of its own; return whether it went on in memory."""
     tally.tried += 1
@@ -102,7 +97,7 @@ def _check(tally: Tally, what: str, directory: Path, done, before: int) -> bool:
     return in_memory
 
 
-@fault("killed", "SIGKILL at any point of a write", "every confirmed row is found", 40, 400)
+@fault("killed", "SIGKILL at any point of a write", "every confirmed row is found", 12, 400)
 def killed(place: Path, times: int) -> Tally:
     """Forks that write rows of several pages; killed shortly after a number of acknowledgements."""
     tally, draw = Tally(), random.Random(1)
@@ -293,28 +288,6 @@ def _mounted(place: Path, commands: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@fault("full-disk", "the disk is full, or almost", "rows survive; in memory", 3, 40)
-def full_disk(place: Path, times: int) -> Tally:
-    """A small file system; its content is copied back to look at."""
-    tally = Tally()
-    for number in range(times):
-        original = place / "original"
-        if not original.exists():
-            filled(original)
-        directory, after = place / str(number), place / f"{number}-after"
-        directory.mkdir()
-        left = 4096 * (number * 40 // times)
-        size = sum(each.stat().st_size for each in original.iterdir()) + 4096 + left
-        done = _mounted(
-            directory,
-            f'mount -t tmpfs -o size={size},mode=700 none "$1"\ncp {original}/* "$1"\n'
-            f'"$2" -c "$3" "$1"\nmkdir -m 700 {after}\ncp "$1"/* {after}\nexit 0',
-        )
-        in_memory = _check(tally, f"{left} bytes left", after, done, 40)
-        tally.expect(in_memory or left > 4096, f"{left} bytes left were enough")
-    return tally
-
-
 @fault("read-only", "the directory is read-only", "its rows are used; in memory", 2, 20)
 def read_only(place: Path, times: int) -> Tally:
     tally = Tally()
@@ -360,28 +333,4 @@ def no_home(place: Path, times: int) -> Tally:
         place.chmod(0o777)
         _in_fork(tally, "no home", homeless)
         tally.expect(not (place / "~").exists(), "a directory named ~ was made")
-    return tally
-
-
-@fault(
-    "reader-of-a-writer", "a reader while another writes", "never blocked; never half a row", 2, 20
-)
-def reader_of_a_writer(place: Path, times: int) -> Tally:
-    import sqlite3
-
-    tally = Tally()
-    for number in range(times):
-        path = filled(place / str(number))
-        other = sqlite3.connect(path, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        other.execute("UPDATE choice SET record = ''")
-        store = Store.open(path.parent)
-        found = [store.choice(f"key-{index}") for index in range(40)]
-        tally.tried += 1
-        tally.expect(found == [choice(index) for index in range(40)], "half of a transaction")
-        other.execute("ROLLBACK")
-        other.close()
-        store.close()
-        judge(tally, "after", path.parent)
-        tally.tried -= 1
     return tally
