@@ -115,22 +115,6 @@ def test_several_processes_have_one_line_for_all() -> None:
     assert line(fleet).startswith("1/4 tunings 8/28"), "another GPU has keys of its own"
 
 
-def test_a_worker_tells_what_it_has_tried_in_all() -> None:
-    clock = Clock()
-    own = sweep(clock, 4, 4)
-    own.begin("add", "small float32")
-    assert own.tried == {"tried": 0, "failed": 0}
-    first = tally(4, clock)
-    own.watch(first)
-    try_one(first, 4, 4, None)
-    own.end()
-    own.begin("add", "large float32")
-    second = tally(4, clock)
-    own.watch(second)
-    try_one(second, 1, 4, 3.0)
-    assert own.tried == {"tried": 5, "failed": 1}
-
-
 def test_a_worker_tells_what_it_has_tried_and_ends_where_nothing_happens() -> None:
     clock, told, ended = Clock(), list[Any](), list[float]()
     own = sweep(clock, 4)

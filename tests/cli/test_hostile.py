@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from safetune.errors import PackError
 from safetune.keys import encoding
-from safetune.keys.tuning_key import describe_call
 from safetune.outcome import Outcome, Verdict
 from safetune.store.local import rows
 from safetune.store.local.store import Store
 from safetune.store.records import KeyRecord, TrialRecord
 from safetune.store.shared import local_copy
 from safetune.store.shared.protocol import decode, encode
+from tests.conftest import FreshProcess
 from tests.selection import FULL
 from tests.store.shared.conftest import config, key, stored
 
@@ -161,13 +161,6 @@ def test_names_and_logged_rows_are_escaped(safetune: Any, store: Store, tmp_path
         check_text(safetune(*words).output)
 
 
-def test_a_program_that_launches_the_nearest_choice_logs_it_escaped() -> None:
-    """Its key is from a pack or from another node."""
-    text = describe_call({"values": [[ESCAPE, ESCAPE]], "dtypes": [["x", ESCAPE]]})
-    assert "name" in text
-    check_text(text)
-
-
 def test_an_unknown_name_is_answered_with_some_of_many(safetune: Any, store: Store) -> None:
     many = [
         {**vars(KeyRecord.of(key())), "digest": f"{n}", "kernel_name": f"k{n}"} for n in range(50)
@@ -193,19 +186,15 @@ def test_what_is_wrong_with_a_file_is_escaped(safetune: Any, tmp_path: Path) -> 
 
 
 def test_a_table_is_printed_where_the_terminal_lacks_its_letters(
-    store: Store, cache_dir: Path, start: Any
+    store: Store, run: FreshProcess
 ) -> None:
     """Regression: the name of a Greek kernel ended `list` under an ASCII locale."""
-    import subprocess
-
     with store.connection.transaction() as sqlite:
         greek = {**vars(KeyRecord.of(key())), "kernel_name": "κernel"}
         rows.KEY.insert(sqlite, rows.KEY.seal(KeyRecord(**greek)), "REPLACE")
-    env = {"SAFETUNE_CACHE_DIR": str(cache_dir), "PYTHONIOENCODING": "ascii"}
-    process = start("list", env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, b"")
-    assert b"\\u03baernel" in output
+    done = run("list", env={"PYTHONIOENCODING": "ascii"})
+    assert done.stderr == ""
+    assert "\\u03baernel" in done.stdout
 
 
 def test_every_command_prints_through_one_function() -> None:

@@ -60,14 +60,3 @@ def test_a_node_that_dies_loses_its_key_to_the_other(targets: Path, tmp_path: Pa
     assert sorted(tuning["shape"] for tuning in data["tunings"]) == ["100", "101", "102", "103"]
     assert all(tuning["choice"] for tuning in data["tunings"])
     assert len([*(tmp_path / "shared").rglob("*.json")]) == 4
-
-
-def test_it_needs_a_store_that_all_nodes_reach(safetune: Any, targets: Path) -> None:
-    line = safetune.error("tune", targets / "fleet.py", "--ray", "auto")
-    assert line.startswith("Error: --ray needs SAFETUNE_SHARED")
-
-
-def test_ray_chooses_the_devices(safetune: Any, targets: Path) -> None:
-    result = safetune("tune", targets / "fleet.py", "--ray", "auto", "--shard", "1/2")
-    assert result.exit_code == 2
-    assert "Give no device and no shard" in result.stderr
