@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import jsonschema
 import pytest
 
 from safetune.cli import main
+from tests.cli.conftest import ROOT, check_json
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -58,21 +60,6 @@ def test_the_help_lists_every_command_in_a_group_with_a_whole_sentence(safetune:
         for name in names:
             sentence = " ".join((main.commands[name].help or "").split()).split(". ")[0]
             assert f" {name} {sentence.rstrip('.')}." in text
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_usage_names_each_argument_in_the_singular_and_brackets_only_those_to_leave_out(
-    safetune: Any, name: str
-) -> None:
-    """`tune` and `warm` can do without TARGET, with --recorded."""
-    arguments = [each for each in main.commands[name].params if isinstance(each, click.Argument)]
-    usage = safetune(name, "--help").stdout.splitlines()[0]
-    words = usage.partition("[OPTIONS]")[2].split()
-
-    singular = re.compile(r"\[?[A-Z|=]*[A-RT-Z]\]?(\.\.\.)?")
-    assert [word for word in words if not singular.fullmatch(word)] == []
-    assert [word.endswith("...") for word in words] == [each.nargs == -1 for each in arguments]
-    assert [word[0] != "[" for word in words] == [each.required for each in arguments]
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "demo")])
@@ -153,3 +140,32 @@ def test_a_shell_completes_options_without_what_tunes(fresh_process: FreshProces
     assert result.stdout == "plain,--budget\n"
     assert "safetune.cli" in result.stderr.split()
     assert not {"torch", "safetune.tuning.requests"} & {*result.stderr.split()}
+
+
+def test_no_field_is_left_out_of_the_published_schema(safetune: Any, tuned: Any) -> None:
+    check_json(tuned, "tune")
+    (listed, *_) = safetune.json("list")
+    with pytest.raises(jsonschema.ValidationError, match="'new' was unexpected"):
+        check_json([{**listed, "new": 1}], "list")
+    del listed["kernel"]
+    with pytest.raises(jsonschema.ValidationError, match="'kernel' is a required property"):
+        check_json([listed], "list")
+
+
+def test_json_that_few_tests_see(safetune: Any, tuned: Any, targets: Path, tmp_path: Path) -> None:
+    assert safetune.json("show", "no_such", code=2)["error"]["type"] == "TargetError"
+    assert safetune.json("export", "--failures", tmp_path / "failures.json")["written"]
+    assert safetune.json("clear", "--failures", "add_one")["failures"] == 0
+    example = ROOT / "docs" / "examples" / "unmodified.py"
+    found = safetune.json("lint", example, code=1)
+    assert [finding["rule"] for finding in found] == ["phantom"]
+
+
+def test_every_command_that_has_json_is_in_the_schema() -> None:
+    schema = json.loads((ROOT / "docs/output.schema.json").read_text(encoding="utf-8"))
+    with_json = {
+        name
+        for name, command in main.commands.items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert {name.partition(" ")[0] for name in schema["properties"]} == with_json | {"error"}

@@ -81,7 +81,6 @@ def test_recorded_time_decides_between_lists_of_one_length(
     source: str, safetune: Any, cache_dir: Path
 ) -> None:
     """With 128, which N=400 needs: 32 costs N=200 0.2 %, and 64 costs N=100 0.4 %."""
-    assert blocks(safetune.json("prune", source)["kept"]) == [32, 128, 512]
     store = Store.open(cache_dir)
     for key, _ in store.trials_of():
         count = [1000 if key.call["values"] == [["N", 200]] else 10, 2, 4.0]

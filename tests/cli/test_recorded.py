@@ -42,15 +42,7 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
     store = Store.open(cache_dir)
     assert {call.key for call in store.calls()} >= {each.key.digest for each in store.choices()}
     assert len(store.choices()) == 4, "the choices are for the keys of the recorded calls"
-    marks: dict[str, set[str]] = {"scale": set(), "gather": set()}
-    for name, found in marks.items():
-        for _, trials in store.trials_of(name):
-            found.update(mark for trial in trials for mark in trial.outcome.marks)
     store.close()
-    assert marks == {
-        "scale": {"regenerated: x, factors", "first"},
-        "gather": {"regenerated: dst, src, index", "first"},
-    }
 
     again = safetune.json("tune", "--recorded", "recorded:gather_plain")
 

@@ -144,25 +144,3 @@ def test_sources_that_were_tuned_earlier_are_folded(safetune: Any, cache_dir: Pa
         assert f"{8:032x}"[:8] in everything
         assert "tuned earlier" not in everything
     assert len(safetune.json("list")) == 3, "programs get all of them"
-
-
-@pytest.mark.parametrize("command", [["list"], ["show", "chunk_fwd_kernel"]])
-def test_keys_that_differ_in_dtypes_or_options_look_different(
-    safetune: Any, cache_dir: Path, command: list[str]
-) -> None:
-    with contextlib.closing(Store.open(cache_dir)) as store:
-        key, _ = store.trials_of("chunk_fwd_kernel")[0]
-        choice = store.choice(key.digest)
-        assert choice is not None
-        dtypes = [["q", "bfloat16"], ["g", "float32"], ["v", "bfloat16"]]
-        other = [["q", "bfloat16"], ["g", "float32"], ["v", "float32"]]
-        for number, call in enumerate(
-            ({"dtypes": dtypes}, {"dtypes": other}, {"options": [["debug", True]]})
-        ):
-            digest = f"{number + 5:032x}"
-            store.put_key(replace(key, digest=digest, call={**key.call, **call}))
-            store.put_choice(replace(choice, key=digest))
-
-    rows = rows_of(safetune(*command).stdout.splitlines(), "time")
-
-    assert len({row.partition(" ms")[0] for row in rows}) == len(rows) == 5
