@@ -25,13 +25,23 @@ import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.conftest import FreshProcess
+from tests.conftest import FreshProcess, run_python
 from tests.ready import is_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 
 #: How long anything that another process does may take; it never does unless something is wrong.
 DEADLINE_S = 90.0
+
+
+#: Runs `safetune ...` as a script, which does not have the working directory on its path.
+COMMAND = """
+import sys
+sys.path[:] = filter(None, sys.path)
+sys.argv[0] = "safetune"
+from safetune.cli import main
+main()
+"""
 
 
 class Command:
@@ -114,12 +124,9 @@ def safetune(targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def tuned_add(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> tuple[Path, Any]:
     """A store with `targets/add.py` tuned, and what `tune` said of it. Tests copy the store."""
     directory = tmp_path_factory.mktemp("tuned")
-    done = subprocess.run(
-        [sys.executable, "-m", "safetune", "tune", str(targets / "add.py"), "--json"],
-        env={**os.environ, "SAFETUNE_CACHE_DIR": str(directory), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        check=True,
-    )
+    env = {"SAFETUNE_CACHE_DIR": str(directory)}
+    words = ("tune", targets / "add.py", "--json")
+    done = run_python(COMMAND, *words, cwd=Path("/"), env=env, warm=True)
     return directory, json.loads(done.stdout)
 
 
@@ -138,14 +145,9 @@ def recorded_calls(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> P
     """
     directory = tmp_path_factory.mktemp("recorded")
     env = {"SAFETUNE_CACHE_DIR": str(directory), "SAFETUNE_MODE": "record"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import recorded; recorded.call_all()"],
-        env={**os.environ, **env, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-        cwd=targets,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env["PYTHONWARNINGS"] = "ignore"
+    code = "import recorded; recorded.call_all()"
+    done = run_python(code, cwd=targets, env=env, warm=True)
     assert done.stderr.count("runs with") == 5, done.stderr
     return directory
 
@@ -257,9 +259,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def run(fresh_process: FreshProcess) -> FreshProcess:
     """A function that runs `safetune ...` in a process of its own, as `fresh_process` does."""
-    # As a script, which does not have the working directory on its path.
-    code = "import sys; sys.path[:] = filter(None, sys.path); sys.argv[0] = 'safetune'; "
-    return functools.partial(fresh_process, f"{code}from safetune.cli import main; main()")
+    return functools.partial(fresh_process, COMMAND)
 
 
 class Fifo:

@@ -35,7 +35,7 @@ def target(targets: Path) -> str:
 
 def tune(run: FreshProcess, *words: object, ends: int = 0, **options: Any) -> tuple[Any, str]:
     """Return what `tune --json` printed in a process of its own, and its messages."""
-    done = run("tune", *words, "--json", ends=ends, timeout_s=DEADLINE_S, **options)
+    done = run("tune", *words, "--json", ends=ends, warm=True, **options)
     return json.loads(done.stdout or "null"), done.stderr
 
 
@@ -305,7 +305,7 @@ class TestDevices:
         self, run: FreshProcess, tmp_path: Path
     ) -> None:
         (tmp_path / "broken.py").write_text("import no_such_module\n")
-        errors = run("tune", tmp_path / "broken.py", "--devices", "0,1", ends=2).stderr
+        errors = run("tune", tmp_path / "broken.py", "--devices", "0,1", ends=2, warm=True).stderr
         assert "process 0: Error: " in errors
         assert "no_such_module" in errors
         assert errors.splitlines()[-1].startswith("Error: no device finished the list")

@@ -5,6 +5,7 @@ Each way in which a frozen process would launch something else than a choice mak
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from safetune.store.local.store import Store
-from tests.conftest import ROOT
+from tests.cli.conftest import COMMAND
+from tests.conftest import ROOT, run_python
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -127,18 +129,10 @@ def tuned_deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "code/layers.py").write_text(KERNELS)
     (folder / "code/helpers.py").write_text(HELPERS)
     env = {"SAFETUNE_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    for words in (
-        ("-c", f"import os; os.environ['SAFETUNE_MODE'] = 'record'; {PROGRAM}"),
-        ("-m", "safetune", "tune", "--recorded"),
-        ("-m", "safetune", "export", str(folder / "packs")),
-    ):
-        subprocess.run(
-            [sys.executable, *words],
-            env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
-            cwd=folder / "code",
-            check=True,
-            capture_output=True,
-        )
+    process: Any = functools.partial(run_python, cwd=folder / "code", warm=True)
+    process(PROGRAM, env={**env, "SAFETUNE_MODE": "record"})
+    for words in (("tune", "--recorded"), ("export", folder / "packs")):
+        process(COMMAND, *words, env=env)
     return folder
 
 
