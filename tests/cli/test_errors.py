@@ -227,6 +227,7 @@ def test_the_working_directory_is_searched_for_what_is_there_only(
 
     Path("mine.py").write_text(KERNEL)
     assert "no workload is declared for add_one in mine" in safetune.error("tune", "mine")
+    assert "Error: TARGET '' is not a .py file, a directory or" in safetune.error("tune", "")
 
 
 def test_a_directory(safetune: Any, file: Path) -> None:
