@@ -216,25 +216,32 @@ def fresh_process(cache_dir: Path) -> FreshProcess:
     """
 
     def run(
-        code_or_script: str | Path,
-        *args: object,
-        env: Mapping[str, str | None] | None = None,
-        cwd: Path | None = None,
-        timeout_s: float = FRESH_PROCESS_TIMEOUT_S,
-        warm: bool = False,
-        ends: int | None = 0,
+        code_or_script: str | Path, *args: object, cwd: Path | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        what = [str(code_or_script)] if isinstance(code_or_script, Path) else ["-c", code_or_script]
         if cwd is None:
             cwd = cache_dir.parent / "cwd"
             cwd.mkdir(exist_ok=True)
-        program = [*what, *map(str, args)]
-        start = _start_warm if warm and NO_GPU_REASON else _start_fresh
-        done = _run(start, program, _environment(env), cwd, timeout_s)
-        assert ends in (None, done.returncode), f"{done.stdout}\n{done.stderr}"
-        return done
+        return run_python(code_or_script, *args, cwd=cwd, **options)
 
     return run
+
+
+def run_python(
+    code_or_script: str | Path,
+    *args: object,
+    cwd: Path,
+    env: Mapping[str, str | None] | None = None,
+    timeout_s: float = FRESH_PROCESS_TIMEOUT_S,
+    warm: bool = False,
+    ends: int | None = 0,
+) -> subprocess.CompletedProcess[str]:
+    """Do what `fresh_process` says; for a fixture of the session, which has no `cache_dir`."""
+    what = [str(code_or_script)] if isinstance(code_or_script, Path) else ["-c", code_or_script]
+    program = [*what, *map(str, args)]
+    start = _start_warm if warm and NO_GPU_REASON else _start_fresh
+    done = _run(start, program, _environment(env), cwd, timeout_s)
+    assert ends in (None, done.returncode), f"{done.stdout}\n{done.stderr}"
+    return done
 
 
 #: Starts a program with an environment, a directory, and files for its output.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -20,10 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.conftest import ended
+from tests.conftest import FreshProcess, run_python
 from tests.ready import is_ready
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +34,37 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 90.0
 
 
+#: Runs `safetune ...` as a script, which does not have the working directory on its path.
+COMMAND = """
+import sys
+sys.path[:] = filter(None, sys.path)
+sys.argv[0] = "safetune"
+from safetune.cli import main
+main()
+"""
+
+
 class Command:
     """`safetune ...` in this process, with the test's store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._monkeypatch, self._folder = monkeypatch, folder
+
+    def set(self, **variables: object) -> None:
+        """Set environment variables until the end of the test."""
+        for name, value in variables.items():
+            self._monkeypatch.setenv(name, str(value))
+
+    def use_store(self, name: str) -> None:
+        """Go on with another store, as on another node; it is empty at first."""
+        self.set(SAFETUNE_CACHE_DIR=self._folder / name)
+
+    def share(self) -> str:
+        """Set a new shared store, and return its URL."""
+        (self._folder / "shared").mkdir()
+        url = f"file://{self._folder}/shared"
+        self.set(SAFETUNE_SHARED=url)
+        return url
 
     def __call__(self, *words: object) -> Result:
         """Run it; an exception that the command lets through fails the test."""
@@ -41,20 +72,36 @@ class Command:
 
         return CliRunner(catch_exceptions=False).invoke(main, [str(word) for word in words])
 
-    def json(self, *words: object) -> Any:
-        """Run it with --json, see it succeed, and return what it printed."""
+    def json(self, *words: object, code: int = 0) -> Any:
+        """Run it with --json, see it end so, and return what it printed, of the published form."""
         result = self(*words, "--json")
-        assert result.exit_code == 0, result.stderr
-        return json.loads(result.stdout)
+        assert result.exit_code == code, result.output
+        data = json.loads(result.stdout)
+        check_json(data, *words)
+        return data
 
     def error(self, *words: object) -> str:
-        """Run it, see it end as bad usage with one line and nothing else, and return the line."""
+        """Run it, see it end as bad usage and print one line, and return the line.
+
+        Before an error in the options, the usage is printed.
+        """
         result = self(*words)
         assert result.exit_code == 2, result.output
         assert result.stdout == ""
-        assert result.stderr.count("\n") == 1, result.stderr
         assert "Traceback" not in result.stderr
-        return result.stderr.rstrip("\n")
+        *usage, line = result.stderr.splitlines()
+        assert not usage or usage[0].startswith("Usage: "), result.stderr
+        return line
+
+
+def check_json(data: Any, *words: object) -> None:
+    """Raise unless data is what docs/output.schema.json says of a command line."""
+    schema = json.loads((ROOT / "docs/output.schema.json").read_text(encoding="utf-8"))
+    name = " ".join(str(word) for word in words if word in (words[0], "--dry-run", "--failures"))
+    if isinstance(data, dict) and "error" in data:
+        name = "error"
+    of_command = {"$defs": schema["$defs"], **schema["properties"][name]}
+    jsonschema.Draft202012Validator(of_command).validate(data)
 
 
 @pytest.fixture
@@ -65,7 +112,7 @@ def safetune(targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.delenv("COLUMNS", raising=False)
     path, modules = list(sys.path), set(sys.modules)
-    yield Command()
+    yield Command(monkeypatch, tmp_path)
     sys.path[:] = path
     for name in set(sys.modules) - modules:
         file = str(getattr(sys.modules[name], "__file__", ""))
@@ -77,12 +124,9 @@ def safetune(targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def tuned_add(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> tuple[Path, Any]:
     """A store with `targets/add.py` tuned, and what `tune` said of it. Tests copy the store."""
     directory = tmp_path_factory.mktemp("tuned")
-    done = subprocess.run(
-        [sys.executable, "-m", "safetune", "tune", str(targets / "add.py"), "--json"],
-        env={**os.environ, "SAFETUNE_CACHE_DIR": str(directory), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        check=True,
-    )
+    env = {"SAFETUNE_CACHE_DIR": str(directory)}
+    words = ("tune", targets / "add.py", "--json")
+    done = run_python(COMMAND, *words, cwd=Path("/"), env=env, warm=True)
     return directory, json.loads(done.stdout)
 
 
@@ -101,14 +145,9 @@ def recorded_calls(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> P
     """
     directory = tmp_path_factory.mktemp("recorded")
     env = {"SAFETUNE_CACHE_DIR": str(directory), "SAFETUNE_MODE": "record"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import recorded; recorded.call_all()"],
-        env={**os.environ, **env, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-        cwd=targets,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env["PYTHONWARNINGS"] = "ignore"
+    code = "import recorded; recorded.call_all()"
+    done = run_python(code, cwd=targets, env=env, warm=True)
     assert done.stderr.count("runs with") == 5, done.stderr
     return directory
 
@@ -217,8 +256,14 @@ def start() -> Iterator[Start]:
         process.wait()
 
 
+@pytest.fixture
+def run(fresh_process: FreshProcess) -> FreshProcess:
+    """A function that runs `safetune ...` in a process of its own, as `fresh_process` does."""
+    return functools.partial(fresh_process, COMMAND)
+
+
 class Fifo:
-    """Where the hook of `targets/waiting.py`, in a tuning child, and the test meet."""
+    """Where the hook of `targets/sweep.py`, in a tuning child, and the test meet."""
 
     def __init__(self, directory: Path) -> None:
         self._there, self._back = directory / "there", directory / "back"
@@ -226,6 +271,7 @@ class Fifo:
         os.mkfifo(self._back)
         self._reader = os.open(self._there, os.O_RDONLY | os.O_NONBLOCK)
         self.env = {"TEST_THERE": str(self._there), "TEST_BACK": str(self._back)}
+        self.env["TEST_WAIT_AT"] = "256"  # the last config of `sweep.py`
 
     def pids(self) -> list[int]:
         """Wait until the hook runs; return its process and that one's parent."""
@@ -246,15 +292,3 @@ class Fifo:
 @pytest.fixture
 def fifo(tmp_path: Path) -> Fifo:
     return Fifo(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def still_running() -> Callable[[list[int]], list[int]]:
-    """A function that waits until these processes are gone, and returns those that are not."""
-
-    def left(pids: list[int]) -> list[int]:
-        if ended(*pids, within_s=DEADLINE_S):
-            return []
-        return [pid for pid in pids if not ended(pid, within_s=0)]
-
-    return left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import triton
 
 from safetune.cli.display import Sweep, Teller
 from safetune.miss.reporting import Tally
-from safetune.outcome import Outcome, Timing, Verdict
+from safetune.outcome import Outcome, Timing, Verdict, duration
 from safetune.tuning.requests import Limits, Progress
+from tests.cli.conftest import DEADLINE_S, Fifo, Start, Terminal
 
 
 class Clock:
@@ -115,22 +117,6 @@ def test_several_processes_have_one_line_for_all() -> None:
     assert line(fleet).startswith("1/4 tunings 8/28"), "another GPU has keys of its own"
 
 
-def test_a_worker_tells_what_it_has_tried_in_all() -> None:
-    clock = Clock()
-    own = sweep(clock, 4, 4)
-    own.begin("add", "small float32")
-    assert own.tried == {"tried": 0, "failed": 0}
-    first = tally(4, clock)
-    own.watch(first)
-    try_one(first, 4, 4, None)
-    own.end()
-    own.begin("add", "large float32")
-    second = tally(4, clock)
-    own.watch(second)
-    try_one(second, 1, 4, 3.0)
-    assert own.tried == {"tried": 5, "failed": 1}
-
-
 def test_a_worker_tells_what_it_has_tried_and_ends_where_nothing_happens() -> None:
     clock, told, ended = Clock(), list[Any](), list[float]()
     own = sweep(clock, 4)
@@ -154,3 +140,28 @@ def test_a_worker_tells_what_it_has_tried_and_ends_where_nothing_happens() -> No
     begun.wait_for("")
     teller.look()
     assert ended == [own.stuck_after_s + 10]
+
+
+def test_the_live_line(
+    safetune: Any, start: Start, terminal: Terminal, fifo: Fifo, targets: Path
+) -> None:
+    """While the last of five configs runs: one has failed, and the best of three times is shown."""
+    target = targets / "sweep.py"
+    env = {**fifo.env, "TERM": "xterm-256color", "COLUMNS": "200"}
+    process = start("tune", target, "--shape", "second", env=env, terminal=terminal.theirs)
+    fifo.pids()
+
+    line = terminal.wait_for("measures BLOCK=256 ")
+
+    assert line.startswith("1/1 add_one ━")
+    assert " 4/5 1 failed best " in line
+    stored = [trial["timing"] for trial in safetune.json("show", "add_one")]
+    medians = [timing["median_ms"] for timing in stored if timing is not None]
+    assert len(medians) == 3
+    assert f" best {duration(min(medians))} (" in line
+    fifo.let_go()
+    assert process.wait(DEADLINE_S) == 0
+    terminal.read_to_the_end()
+    shown = terminal.lines
+    assert [each.split()[0] for each in shown if "over median" in each] == ["shape"]
+    assert shown[-2:] == ["1 tuning, 5 configs measured", ""]

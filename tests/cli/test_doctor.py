@@ -28,13 +28,18 @@ if TYPE_CHECKING:
 
 def found(safetune: Any, code: int = 0) -> dict[str, dict[str, str]]:
     """The checks by their names, as JSON says them; the last of those of one name."""
-    result = safetune("doctor", "--quick", "--json")
-    data = json.loads(result.stdout)
+    data = safetune.json("doctor", "--quick", code=code)
     states = {check["state"] for check in data["checks"]}
-    assert result.exit_code == code
     assert data["ok"] == ("fail" not in states) == (code == 0)
     assert all(check["fix"] for check in data["checks"] if check["state"] != "ok")
     return {check["name"]: check for check in data["checks"]}
+
+
+def write(cache_dir: Path, statement: str) -> None:
+    """Execute an SQL statement in the store."""
+    with contextlib.closing(sqlite3.connect(cache_dir / "safetune.db")) as connection:
+        connection.execute(statement)
+        connection.commit()
 
 
 def test_a_machine_without_a_gpu_is_fit_for_the_interpreter(
@@ -52,6 +57,7 @@ def test_a_machine_without_a_gpu_is_fit_for_the_interpreter(
 
 
 def test_isolation_is_tried_for_real_in_a_store_of_its_own(safetune: Any, cache_dir: Path) -> None:
+    safetune.set(SAFETUNE_LEAVE="*")  # which the probe does not see
     result = safetune("doctor")
 
     (line,) = [line for line in result.stdout.splitlines() if " isolation: " in line]
@@ -86,82 +92,84 @@ def test_a_module_of_a_package_of_another_name_has_a_version(
     assert version_of("triton") == triton.__version__
 
 
-@pytest.mark.full
-def test_isolation_is_tried_with_no_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probe, seen = tmp_path / "probe.py", tmp_path / "seen"
-    names = 'sorted(name for name in os.environ if name.startswith("SAFETUNE_"))'
-    probe.write_text(f"import os, pathlib\npathlib.Path({str(seen)!r}).write_text(str({names}))\n")
-    monkeypatch.setenv("SAFETUNE_WAIT", "1")
-
-    (check,) = machine.isolation(probe)
-
-    assert check.state == "fail", "there is no kernel"
-    assert seen.read_text() == "['SAFETUNE_CACHE_DIR']"
-
-
 class TestGpu:
     """A driver whose two devices are memory of the host, beside a torch without CUDA."""
 
-    def checks(self, fresh_process: FreshProcess, **env: str) -> dict[str, dict[str, str]]:
+    def checks(self, run: FreshProcess, **env: str) -> dict[str, dict[str, str]]:
         path = os.pathsep.join([str(stub.folder()), os.environ.get("LD_LIBRARY_PATH", "")])
-        code = "from safetune.cli import main; main(['doctor', '--quick', '--json'])"
         env = {"LD_LIBRARY_PATH": path, "TRITON_INTERPRET": "0", **env}
-        result = fresh_process(code, env=env, ends=1)
+        result = run("doctor", "--quick", "--json", env=env, ends=1)
         return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
 
-    def test_each_device_has_a_line(self, fresh_process: FreshProcess) -> None:
-        checks = self.checks(fresh_process)
+    def test_each_device_has_a_line(self, run: FreshProcess) -> None:
+        checks = self.checks(run)
 
         assert checks["driver"]["found"].startswith("CUDA 12.8")
         words = "Stub, sm_90, compute mode default, without MPS, without MIG"
-        for index in (0, 1):
-            assert (checks[f"GPU {index}"]["state"], checks[f"GPU {index}"]["found"]) == (
-                "ok",
-                words,
-            )
+        for gpu in (checks["GPU 0"], checks["GPU 1"]):
+            assert (gpu["state"], gpu["found"]) == ("ok", words)
         torch = checks["torch's CUDA"]
         assert torch["state"] == "fail"
         assert torch["found"].endswith("sees none of the driver's 2 devices")
 
-    def test_a_driver_that_does_not_start(self, fresh_process: FreshProcess) -> None:
-        driver = self.checks(fresh_process, LIBCUDA_FAIL="cuInit=999")["driver"]
+    def test_a_driver_that_does_not_start(self, run: FreshProcess) -> None:
+        driver = self.checks(run, LIBCUDA_FAIL="cuInit=999")["driver"]
 
         assert driver["state"] == "fail"
         assert "cuInit returned CUDA_ERROR_999" in driver["found"]
         assert "nvidia-smi" in driver["fix"]
 
 
+#: A variable, the check that is about it, and a part of what it says and of its remedy.
+SETTINGS = {
+    "SAFETUNE_MODE=fast": ("settings", "SAFETUNE_MODE='fast' is not valid", ""),
+    "SAFETUNE_CACHE_DIR={tmp}/file/cache": (
+        "database",
+        "cannot write to {tmp}/file: Not a directory",
+        "set another directory: {tmp}/file is a file, or lies below one",
+    ),
+    "SAFETUNE_SHARED=file://{tmp}/no/shared": (
+        "shared store",
+        "{tmp}/no/shared",
+        "mkdir -p {tmp}/no/shared",
+    ),
+    "SAFETUNE_SHARED=oci://bucket/folder": (
+        "shared store",
+        "; pip install ocifs; until ",
+        "pip install ocifs",
+    ),
+    "SAFETUNE_SHARED=foo://x": (
+        "shared store",
+        "fsspec has no protocol foo; did you mean s3, gs, abfs?",
+        "correct the part of the URL before ://",
+    ),
+    "SAFETUNE_PACKS={tmp}/packs": ("packs", "{tmp}/packs/broken.json: it is not a pack", ""),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_bad_setting_fails_one_check(safetune: Any, tmp_path: Path, setting: str) -> None:
+    if "oci:" in setting and find_spec("ocifs"):
+        pytest.skip("ocifs is installed")
+    (tmp_path / "file").touch()
+    (tmp_path / "packs").mkdir()
+    (tmp_path / "packs" / "broken.json").write_text("{}")
+    name, words, fix = (text.replace("{tmp}", str(tmp_path)) for text in SETTINGS[setting])
+    variable, _, value = setting.replace("{tmp}", str(tmp_path)).partition("=")
+    safetune.set(**{variable: value})
+
+    failures = [check for check in found(safetune, code=1).values() if check["state"] == "fail"]
+
+    assert [check["name"] for check in failures] == [name]
+    assert words in failures[0]["found"]
+    assert fix in failures[0]["fix"]
+
+
 class TestStores:
-    def test_a_bad_setting_is_said_once(
-        self, safetune: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SAFETUNE_MODE", "fast")
-
-        checks = found(safetune, code=1)
-
-        failures = [check for check in checks.values() if check["state"] == "fail"]
-        assert [check["name"] for check in failures] == ["settings"]
-        assert "SAFETUNE_MODE='fast' is not valid" in failures[0]["found"]
-
-    def test_a_mode_that_never_tunes(self, safetune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+    def test_a_mode_that_never_tunes(self, safetune: Any) -> None:
+        safetune.set(SAFETUNE_MODE="frozen")
 
         assert found(safetune)["settings"]["state"] == "warn"
-
-    def test_a_cache_directory_that_cannot_be_made(
-        self, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-
-        check = found(safetune, code=1)["database"]
-
-        assert check["found"] == f"cannot write to {tmp_path}/file: Not a directory"
-        assert (
-            check["fix"] == f"set another directory: {tmp_path}/file is a file, or lies below one"
-        )
 
     def test_a_directory_that_others_write_to(
         self, safetune: Any, tuned: Any, cache_dir: Path
@@ -172,73 +180,40 @@ class TestStores:
 
         assert (check["state"], check["fix"]) == ("warn", f"chmod 700 {cache_dir}")
 
-    def test_the_shared_store_is_asked(
-        self, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SAFETUNE_SHARED", f"file://{tmp_path}/shared")
-        missing = found(safetune, code=1)["shared store"]
-        (tmp_path / "shared").mkdir()
-        there = found(safetune)["shared store"]
+    def test_the_shared_store_is_asked(self, safetune: Any) -> None:
+        safetune.share()
 
-        assert missing["state"] == "fail"
-        assert f"{tmp_path}/shared" in missing["found"]
-        assert missing["fix"].startswith(f"mkdir -p {tmp_path}/shared")
-        assert there["state"] == "ok"
-        assert there["found"].endswith(" ms")
+        check = found(safetune)["shared store"]
 
-    def test_a_missing_package_of_fsspec_is_named(
-        self, safetune: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if find_spec("ocifs"):
-            pytest.skip("ocifs is installed")
-        monkeypatch.setenv("SAFETUNE_SHARED", "oci://bucket/folder")
-
-        check = found(safetune, code=1)["shared store"]
-
-        assert "; pip install ocifs; until " in check["found"]
-        assert check["fix"] == "pip install ocifs"
-
-    def test_a_scheme_that_nothing_knows(
-        self, safetune: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SAFETUNE_SHARED", "foo://x")
-        check = found(safetune, code=1)["shared store"]
-        assert "fsspec has no protocol foo; did you mean s3, gs, abfs?" in check["found"]
-        assert check["fix"] == "correct the part of the URL before ://"
+        assert check["state"] == "ok"
+        assert check["found"].endswith(" ms")
 
     @pytest.mark.parametrize(
-        ("statement", "name", "state", "fix"),
+        ("statement", "fix"),
         [
-            ("PRAGMA user_version=99", "database", "fail", "upgrade safetune, or set "),
-            ("CREATE VIEW mine AS SELECT 1", "database", "fail", "move the file away, and do not "),
-            ("PRAGMA application_id=1", "database", "fail", "move the file away, or set "),
-            (
-                "UPDATE choice SET record = replace(record, 'BLOCK', 'BLICK')",
-                *("damaged rows", "warn", "look for disk errors"),
-            ),
+            ("PRAGMA user_version=99", "upgrade safetune, or set "),
+            ("CREATE VIEW mine AS SELECT 1", "move the file away, and do not "),
+            ("PRAGMA application_id=1", "move the file away, or set "),
         ],
-        ids=["newer", "views", "another program's", "damaged rows"],
+        ids=["newer", "views", "another program's"],
     )
     def test_each_fault_of_a_database_has_its_own_remedy(
-        self,
-        safetune: Any,
-        tuned: Any,
-        cache_dir: Path,
-        statement: str,
-        name: str,
-        state: str,
-        fix: str,
+        self, safetune: Any, tuned: Any, cache_dir: Path, statement: str, fix: str
     ) -> None:
-        with contextlib.closing(sqlite3.connect(cache_dir / "safetune.db")) as connection:
-            connection.execute(statement)
-            connection.commit()
+        write(cache_dir, statement)
 
-        check = found(safetune, code=int(state == "fail"))[name]
+        check = found(safetune, code=1)["database"]
 
-        assert check["state"] == state
-        assert check["fix"].startswith(fix)
-        if name == "damaged rows":
-            assert check["found"].startswith("3 damaged rows")
+        assert (check["state"], check["fix"][: len(fix)]) == ("fail", fix)
+
+    def test_damaged_rows_are_counted(self, safetune: Any, tuned: Any, cache_dir: Path) -> None:
+        write(cache_dir, "UPDATE choice SET record = replace(record, 'BLOCK', 'BLICK')")
+
+        check = found(safetune)["damaged rows"]
+
+        assert check["state"] == "warn"
+        assert check["found"].startswith("3 damaged rows")
+        assert check["fix"].startswith("look for disk errors")
 
     def test_each_fault_of_a_file_system_has_its_own_remedy(
         self, tuned_add: tuple[Path, Any], tmp_path: Path
@@ -278,29 +253,19 @@ class TestStores:
             ("fail", writable.format(empty)),
         ]
 
-    def test_a_broken_pack_is_named(
-        self, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "packs").mkdir()
-        (tmp_path / "packs" / "broken.json").write_text("{}")
-        monkeypatch.setenv("SAFETUNE_PACKS", str(tmp_path / "packs"))
 
-        check = found(safetune, code=1)["packs"]
-
-        assert check["found"].startswith(f"{tmp_path}/packs/broken.json: it is not a pack")
+def test_without_a_terminal_each_check_and_each_fix_is_a_line(safetune: Any) -> None:
+    safetune.set(SAFETUNE_MODE="frozen")
+    lines = safetune("doctor", "--quick").stdout.splitlines()
+    others = [line for line in lines if not line.startswith(("ok ", "warn "))]
+    assert all(line.startswith("      -> ") for line in others[:-1])
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120, None])
-def test_lines_end_at_the_terminal_and_between_words(
-    safetune: Any, monkeypatch: pytest.MonkeyPatch, columns: int | None
-) -> None:
-    monkeypatch.setenv("SAFETUNE_MODE", "frozen")
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_lines_end_at_the_terminal_and_between_words(safetune: Any, columns: int) -> None:
+    safetune.set(SAFETUNE_MODE="frozen")
     whole = safetune("doctor", "--quick").stdout
-    if columns is None:  # not a terminal: a line for each check and each fix
-        lines = [line for line in whole.splitlines() if not line.startswith(("ok ", "warn "))]
-        assert all(line.startswith("      -> ") for line in lines[:-1])
-        return
-    monkeypatch.setenv("COLUMNS", str(columns))
+    safetune.set(COLUMNS=columns)
 
     shown = safetune("doctor", "--quick").stdout
 

@@ -7,14 +7,15 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import jsonschema
 import pytest
 
 from safetune.cli import main
+from tests.cli.conftest import ROOT, check_json
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -61,21 +62,6 @@ def test_the_help_lists_every_command_in_a_group_with_a_whole_sentence(safetune:
             assert f" {name} {sentence.rstrip('.')}." in text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_usage_names_each_argument_in_the_singular_and_brackets_only_those_to_leave_out(
-    safetune: Any, name: str
-) -> None:
-    """`tune` and `warm` can do without TARGET, with --recorded."""
-    arguments = [each for each in main.commands[name].params if isinstance(each, click.Argument)]
-    usage = safetune(name, "--help").stdout.splitlines()[0]
-    words = usage.partition("[OPTIONS]")[2].split()
-
-    singular = re.compile(r"\[?[A-Z|=]*[A-RT-Z]\]?(\.\.\.)?")
-    assert [word for word in words if not singular.fullmatch(word)] == []
-    assert [word.endswith("...") for word in words] == [each.nargs == -1 for each in arguments]
-    assert [word[0] != "[" for word in words] == [each.required for each in arguments]
-
-
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "demo")])
 def test_every_command_has_json_for_a_usage_error_too(safetune: Any, name: str) -> None:
     result = safetune(name, "--json", "--no-such-option")
@@ -90,22 +76,6 @@ def test_an_option_of_the_program_that_runs_is_not_ours(safetune: Any) -> None:
     result = safetune("run", "--no-such-option", "script.py", "--json")
 
     assert (result.exit_code, result.stdout) == (2, "")
-
-
-def test_an_error_after_the_json_does_not_add_to_it(
-    safetune: Any, targets: Path, tmp_path: Path
-) -> None:
-    """The second of two workloads cannot be tuned: what came before is one document."""
-    file = tmp_path / "later.py"
-    prune = "{'early_config_prune': lambda configs, named, **_: configs[: 1 // (named['N'] - 100)]}"
-    text = (targets / "add.py").read_text().replace('key=["N"], pre_hook=note_process', 'key=["N"]')
-    file.write_text(text.replace('key=["N"]', f'key=["N"], prune_configs_by={prune}'))
-
-    result = safetune("tune", f"{file}:add_one", "--json")
-
-    assert result.exit_code == 2
-    assert json.loads(result.stdout)
-    assert "ZeroDivisionError" in result.stderr
 
 
 def test_a_full_disk_is_one_line_also_where_the_error_is_to_be_json(start: Any) -> None:
@@ -131,13 +101,9 @@ def test_the_examples_are_copied_to_a_new_directory_only(safetune: Any, tmp_path
 
 
 @pytest.mark.full
-def test_the_demo_shows_what_it_is_meant_to_show(start: Any) -> None:
-    process = start("demo", env={"TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE)
-
-    output, _ = process.communicate(timeout=120)
-
-    assert process.returncode == 0, output.decode()
-    assert b"The crash and the hang cost one config each; nothing was measured twice." in output
+def test_the_demo_shows_what_it_is_meant_to_show(run: FreshProcess) -> None:
+    output = run("demo").stdout
+    assert "The crash and the hang cost one config each; nothing was measured twice." in output
 
 
 def test_the_versions(safetune: Any) -> None:
@@ -154,16 +120,12 @@ def test_the_versions(safetune: Any) -> None:
     ],
 )
 def test_a_shell_completes_commands_and_kernel_names(
-    tuned: Any, fresh_process: FreshProcess, line: str, offered: set[str]
+    tuned: Any, run: FreshProcess, line: str, offered: set[str]
 ) -> None:
-    words = line.split(" ")
-    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    program = f"import sys; sys.argv = [{sys.executable!r}]; from safetune.cli import main; "
+    position = str(line.count(" "))
+    asked = {"COMP_WORDS": line, "COMP_CWORD": position, "_SAFETUNE_COMPLETE": "bash_complete"}
 
-    result = fresh_process(
-        f"{program}main(prog_name='safetune')",
-        env={**asked, "_SAFETUNE_COMPLETE": "bash_complete"},
-    )
+    result = run(env=asked)
 
     assert {row.partition(",")[2] for row in result.stdout.splitlines()} == offered
 
@@ -178,3 +140,32 @@ def test_a_shell_completes_options_without_what_tunes(fresh_process: FreshProces
     assert result.stdout == "plain,--budget\n"
     assert "safetune.cli" in result.stderr.split()
     assert not {"torch", "safetune.tuning.requests"} & {*result.stderr.split()}
+
+
+def test_no_field_is_left_out_of_the_published_schema(safetune: Any, tuned: Any) -> None:
+    check_json(tuned, "tune")
+    (listed, *_) = safetune.json("list")
+    with pytest.raises(jsonschema.ValidationError, match="'new' was unexpected"):
+        check_json([{**listed, "new": 1}], "list")
+    del listed["kernel"]
+    with pytest.raises(jsonschema.ValidationError, match="'kernel' is a required property"):
+        check_json([listed], "list")
+
+
+def test_json_that_few_tests_see(safetune: Any, tuned: Any, targets: Path, tmp_path: Path) -> None:
+    assert safetune.json("show", "no_such", code=2)["error"]["type"] == "TargetError"
+    assert safetune.json("export", "--failures", tmp_path / "failures.json")["written"]
+    assert safetune.json("clear", "--failures", "add_one")["failures"] == 0
+    example = ROOT / "docs" / "examples" / "unmodified.py"
+    found = safetune.json("lint", example, code=1)
+    assert [finding["rule"] for finding in found] == ["phantom"]
+
+
+def test_every_command_that_has_json_is_in_the_schema() -> None:
+    schema = json.loads((ROOT / "docs/output.schema.json").read_text(encoding="utf-8"))
+    with_json = {
+        name
+        for name, command in main.commands.items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert {name.partition(" ")[0] for name in schema["properties"]} == with_json | {"error"}

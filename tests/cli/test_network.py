@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from safetune.cli import main
 from safetune.settings import Settings
 from safetune.store import lookup
 from safetune.store.local import db_files
 from safetune.store.shared.files import Directory
 from tests.store.shared.conftest import SPACE, stored, tuned
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -47,71 +43,52 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     lookup._lookups.clear()
 
 
-@pytest.fixture
-def run() -> Run:
-    def run(*words: str) -> Any:
-        result = CliRunner().invoke(main, [*words, "--json"])
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
-
-    return run
-
-
-def test_the_choices_of_all_nodes_are_listed_and_exported(
-    home: Path, run: Run, tmp_path: Path
-) -> None:
-    (listed,) = run("list")
-    assert listed["config"] == {"BLOCK": 64}
-    assert run("export", str(tmp_path / "packs"))["written"][0]["choices"] == 1
+def test_the_choices_of_all_nodes_are_listed_and_cleared(home: Path, safetune: Any) -> None:
+    assert [entry["config"] for entry in safetune.json("list")] == [{"BLOCK": 64}]
+    assert safetune.json("clear", "add_kernel", "--yes")["cleared"] == 1
+    assert safetune.json("list") == [], "it does not come back"
+    assert not list(home.rglob("*.json"))
 
 
 def test_doctor_says_where_the_database_and_the_shared_choices_are(
-    home: Path, run: Run, tmp_path: Path
+    home: Path, safetune: Any, tmp_path: Path
 ) -> None:
-    result = CliRunner().invoke(main, ["doctor", "--quick", "--json"])
-    checks = {check["name"]: check["found"] for check in json.loads(result.stdout)["checks"]}
+    data = json.loads(safetune("doctor", "--quick", "--json").stdout)
+    checks = {check["name"]: check["found"] for check in data["checks"]}
     assert "network file system (NFS)" in checks["cache directory"]
     assert checks["database"].startswith(str(tmp_path / "login"))
     assert checks["shared store"].startswith(f"file://{home}")
 
 
-def test_what_is_cleared_does_not_come_back(home: Path, run: Run) -> None:
-    assert run("clear", "add_kernel", "--yes")["cleared"] == 1
-    assert run("list") == []
-    assert not list(home.rglob("*.json"))
-
-
-def test_what_is_imported_reaches_the_other_nodes(
-    home: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_exported_and_imported_reaches_the_other_nodes(
+    home: Path, safetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("export", str(tmp_path / "packs"))
-    run("clear", "add_kernel", "--yes")
-    assert run("import", str(tmp_path / "packs"))["new"] == 1
+    assert safetune.json("export", tmp_path / "packs")["written"][0]["choices"] == 1
+    safetune.json("clear", "add_kernel", "--yes")
+    assert safetune.json("import", tmp_path / "packs")["new"] == 1
     (tmp_path / "another").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "another"))
-    assert [entry["config"] for entry in run("list")] == [{"BLOCK": 64}]
+    assert [entry["config"] for entry in safetune.json("list")] == [{"BLOCK": 64}]
 
 
 def test_a_choice_is_not_new_whose_later_generation_another_node_has_shared(
-    home: Path, run: Run, tmp_path: Path
+    home: Path, safetune: Any, tmp_path: Path
 ) -> None:
-    run("export", str(tmp_path / "packs"))
+    safetune.json("export", tmp_path / "packs")
     Directory(home).publish(SPACE, [stored(1, 128, generation=2)])
-    done = run("import", str(tmp_path / "packs"))
+    done = safetune.json("import", tmp_path / "packs")
     assert (done["new"], done["older"]) == (0, 1)
-    assert [entry["config"] for entry in run("list")] == [{"BLOCK": 128}]
+    assert [entry["config"] for entry in safetune.json("list")] == [{"BLOCK": 128}]
 
 
 def test_tune_ends_before_it_measures_where_nothing_can_be_stored(
-    home: Path, tmp_path: Path
+    home: Path, safetune: Any, targets: Path, tmp_path: Path
 ) -> None:
     """The folder below the temporary directory is a symbolic link, as of another user's making."""
     folder = db_files.locate(Settings.current(), writes=False).directory
     folder.symlink_to(tmp_path, target_is_directory=True)
-    target = Path(__file__).with_name("targets") / "add.py"
 
-    result = CliRunner().invoke(main, ["tune", f"{target}:add_one"])
+    error = safetune.error("tune", f"{targets / 'add.py'}:add_one")
 
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"Error: cannot open the store {folder}")
-    assert "is a symbolic link" in result.stderr
+    assert error.startswith(f"Error: cannot open the store {folder}")
+    assert "is a symbolic link" in error

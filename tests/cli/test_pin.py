@@ -11,11 +11,6 @@ if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
 
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 def other_than_chosen(safetune: Any, n: int = 100) -> int:
     """The BLOCK of `add_one` that was not chosen for N."""
     (chosen,) = (
@@ -57,30 +52,24 @@ def test_it_is_launched_and_never_tuned_again(safetune: Any, targets: Path, pinn
 
 
 def test_a_later_choice_of_another_node_does_not_replace_it(
-    safetune: Any,
-    targets: Path,
-    pinned: int,
-    cache_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    safetune: Any, targets: Path, pinned: int, cache_dir: Path
 ) -> None:
-    (tmp_path / "shared").mkdir()
-    monkeypatch.setenv("SAFETUNE_SHARED", f"file://{tmp_path}/shared")
+    safetune.share()
     target = f"{targets / 'add.py'}:add_one"
     safetune.json("tune", target)  # publishes what this node has measured
     assert len(safetune.json("list", "--shared")) == 3
     assert not any(entry["marks"] for entry in safetune.json("list", "--shared")), "no pin"
-    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "node"))
+    safetune.use_store("node")
     assert chosen(safetune, target, "--force")[1:] == (2, False)
 
-    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(cache_dir))
+    safetune.set(SAFETUNE_CACHE_DIR=cache_dir)
     assert chosen(safetune, target) == (f"BLOCK={pinned}", 0, True)
     generations = [entry["generation"] for entry in safetune.json("list", "--shared")]
     assert max(generations) == 2
 
 
 def test_the_last_pin_counts_here_and_where_it_is_imported(
-    safetune: Any, targets: Path, pinned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    safetune: Any, targets: Path, pinned: int, tmp_path: Path
 ) -> None:
     target, last = f"{targets / 'add.py'}:add_one", 64 + 128 - pinned
     for block in (last, pinned, last):
@@ -88,7 +77,7 @@ def test_the_last_pin_counts_here_and_where_it_is_imported(
     assert chosen(safetune, target) == (f"BLOCK={last}", 0, True)
 
     safetune("export", tmp_path / "packs")
-    monkeypatch.setenv("SAFETUNE_CACHE_DIR", str(tmp_path / "new"))
+    safetune.use_store("new")
     safetune.json("import", tmp_path / "packs")
     assert chosen(safetune, target) == (f"BLOCK={last}", 0, True)
 
@@ -135,15 +124,9 @@ def test_it_holds_for_every_list_that_has_its_config(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("BLOK=64",),
-            "the configs of add_one do not set 'BLOK' (did you mean 'BLOCK'?)",
-        ),
+        (("BLOK=64",), "the configs of add_one do not set 'BLOK' (did you mean 'BLOCK'?)"),
         (("BLOCK=96",), "no config of add_one has BLOCK=96; BLOCK can be 64, 128. To pin another"),
-        (
-            ("num_warps=4",),
-            "2 configs of add_one have these values; give more values",
-        ),
+        (("num_warps=4",), "2 configs of add_one have these values; give more values"),
         (("--key", "N=7", "BLOCK=64"), "no key of add_one matches these options"),
     ],
 )

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from safetune.offline import replay
 from safetune.store.local import rows
 from safetune.store.local.store import Store
-from safetune.store.records import RecordedCall
+from tests.cli.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Start
     from tests.conftest import FreshProcess
-
-#: Functions for `targets/recorded.py`, and the line that they are put before.
-PRUNE = """
-def prune(configs, named, **_):
-    import os
-
-    if named["n"] == int(os.environ.get("TEST_WORST", 0)):
-        raise ValueError("too small")
-    return configs
-
-
-def grid(meta):"""
-
-BUCKET = """
-def bucket(n):
-    import os
-
-    return [n] if n == int(os.environ.get("TEST_WORST", 0)) else n
-
-
-def grid(meta):"""
 
 
 def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: Path) -> None:
@@ -64,15 +42,7 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
     store = Store.open(cache_dir)
     assert {call.key for call in store.calls()} >= {each.key.digest for each in store.choices()}
     assert len(store.choices()) == 4, "the choices are for the keys of the recorded calls"
-    marks: dict[str, set[str]] = {"scale": set(), "gather": set()}
-    for name, found in marks.items():
-        for _, trials in store.trials_of(name):
-            found.update(mark for trial in trials for mark in trial.outcome.marks)
     store.close()
-    assert marks == {
-        "scale": {"regenerated: x, factors", "first"},
-        "gather": {"regenerated: dst, src, index", "first"},
-    }
 
     again = safetune.json("tune", "--recorded", "recorded:gather_plain")
 
@@ -81,12 +51,10 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
 
     table = safetune("tune", "--recorded")
     assert table.exit_code == 0
-    assert (
-        "4 tunings, 0 configs measured, 4 already tuned (--force to measure again)\n"
-        in table.stdout
-    )
-    assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stdout
-    assert "not tuned: inner for n=64 (float32): recorded:nested" in table.stderr, "at the start"
+    assert "4 tunings, 0 configs measured, 4 already tuned" in table.stdout
+    left_out = "not tuned: inner for n=64 (float32): recorded:nested"
+    assert left_out in table.stdout
+    assert left_out in table.stderr, "at the start"
 
     assert safetune.json("clear", "scale", "--yes")["cleared"] == 2
     assert safetune.error("tune", "--recorded", "recorded:scale") == (
@@ -97,10 +65,7 @@ def test_calls_are_tuned_as_they_were(recorded: None, safetune: Any, cache_dir: 
 def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: Path) -> None:
     fresh_process(targets / "recorded.py", env={"SAFETUNE_MODE": "record"}, warm=True)
 
-    result = safetune("tune", "--recorded", "--json")
-    without = json.loads(result.stdout)
-
-    assert result.exit_code == 1, "nothing was tuned"
+    without = safetune.json("tune", "--recorded", code=1)
     assert without["tunings"] == []
     assert {left["reason"] for left in without["left_out"]} == {
         "its kernel is defined in a script: name the script as TARGET"
@@ -108,14 +73,13 @@ def test_a_script_is_named(fresh_process: FreshProcess, safetune: Any, targets: 
     named = safetune.json("tune", "--recorded", f"{targets / 'recorded.py'}:scale")
     assert [tuning["measured"] for tuning in named["tunings"]] == [2, 2]
 
-    again = safetune("tune", "--recorded", "--json")
-    assert again.exit_code == 1, "it has choices, and nothing says that the script is as it was"
-    left_out = json.loads(again.stdout)["left_out"]
-    assert {left["call"].split()[0] for left in left_out} == {"scale", "gather", "inner"}
+    again = safetune.json("tune", "--recorded", code=1)
+    left_out = {left["call"].split()[0] for left in again["left_out"]}
+    assert left_out == {"scale", "gather", "inner"}, "nothing says that the script is as it was"
 
 
 def test_a_folder_of_the_working_directory_hides_no_library(
-    fresh_process: FreshProcess, start: Any, targets: Path, tmp_path: Path, monkeypatch: Any
+    fresh_process: FreshProcess, run: FreshProcess, targets: Path, tmp_path: Path
 ) -> None:
     """The program did not have that folder on its path: transformers looks for `kernels` so."""
     library, directory = tmp_path / "library", tmp_path / "project"
@@ -127,57 +91,14 @@ def test_a_folder_of_the_working_directory_hides_no_library(
     (directory / "accelerator/__init__.py").write_text("import no_such_module")
     env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
     fresh_process("import library; library.call_all()", env=env, cwd=library, warm=True)
-    monkeypatch.setenv("PYTHONPATH", str(library))
 
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    words = ("tune", "--recorded", "--dry-run", "--json")
-    output, errors = start(*words, env={}, cwd=directory, **pipes).communicate()
-
-    plan = json.loads(output)
-    assert [each["kernel"] for each in plan["tunings"]] == ["scale", "scale", "gather", "gather"], (
-        errors
+    env = {"PYTHONPATH": os.pathsep.join([str(library), str(ROOT)])}
+    plan = json.loads(
+        run("tune", "--recorded", "--dry-run", "--json", env=env, cwd=directory).stdout
     )
+
+    assert [each["kernel"] for each in plan["tunings"]] == ["scale", "scale", "gather", "gather"]
     assert not [left for left in plan["left_out"] if "imported" in left["reason"]]
-
-
-@pytest.mark.parametrize("raised", ["ImportError('X')", "error"])
-def test_a_call_is_left_out_with_the_first_cause_of_a_failed_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str
-) -> None:
-    """A library's own message, as that of transformers, may say nothing of it."""
-    text = f"try:\n import nothing\nexcept ImportError as error:\n raise {raised} from error"
-    (tmp_path / "half_installed.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    left_out: list[replay.LeftOut] = []
-    call = RecordedCall("key", "kernel", "half_installed:kernel", {}, created=0.0)
-
-    assert replay.sort_out([call], [], left_out) == []
-
-    assert [(left.words, left.reason) for left in left_out] == [
-        (
-            "kernel",
-            "half_installed cannot be imported (ModuleNotFoundError: No module named 'nothing'): "
-            "name its file as TARGET",
-        )
-    ]
-
-
-def test_a_module_that_cannot_be_imported_is_tried_once_and_named_on_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: it was imported again for each of its calls, which may take seconds each."""
-    text = "open('imports', 'a').write('x')\nraise RuntimeError('first\\nsecond')"
-    (tmp_path / "broken.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    calls = [RecordedCall(key, "kernel", "broken:kernel", {}, created=0.0) for key in "ab"]
-    left_out: list[replay.LeftOut] = []
-
-    assert replay.sort_out(calls, [], left_out) == []
-
-    assert {left.reason for left in left_out} == {
-        "broken cannot be imported (RuntimeError: first second): name its file as TARGET"
-    }
-    assert (tmp_path / "imports").read_text() == "x"
 
 
 @pytest.mark.parametrize(
@@ -201,73 +122,35 @@ def test_a_record_that_cannot_be_read_leaves_out_only_its_own_call(
 
     data = safetune.json("tune", "--recorded", "--dry-run")
 
-    left_out = [each["reason"] for each in data["left_out"] if each["call"].startswith("scale ")]
-    if name in ("declared", "count"):
-        assert left_out == []
-    else:
-        assert len(left_out) == 1
-        assert "scale" in {each["kernel"] for each in data["tunings"]}
+    left_out = [each for each in data["left_out"] if each["call"].startswith("scale ")]
+    assert len(left_out) == (0 if name in ("declared", "count") else 1)
+    assert "scale" in {each["kernel"] for each in data["tunings"]}
     assert len(safetune.json("coverage")["calls"]) == len(data["tunings"]) + len(data["left_out"])
 
 
-KEY = 'key=["n", "DTYPE", "ZERO"]'
-
-#: By a name: what is changed before the calls are recorded, and after that; and why `scale` is
-#: left out then. Regression, each: it ended the sweep before the first tuning.
-UNTUNED = {
-    "pruning": (
-        {KEY: f"{KEY}, prune_configs_by={{'early_config_prune': prune}}", "def grid(meta):": PRUNE},
-        {},
-        r"it cannot be tuned \(ValueError: too small \(.*/edited.py:\d+\)\)",
-    ),
-    "bucket": (
-        {KEY: 'key={"n": bucket}', "def grid(meta):": BUCKET},
-        {},
-        r"key of scale: the function for 'n' returned \[100\], a list, for 100; return an int, .*",
-    ),
-    "refused": (
-        {},
-        {"configs=CONFIGS, key=[": "configs=[triton.Config({'BLOCK': 64, 'by': 2.0})], key=["},
-        "Conflicting meta-parameters: by. The configs of scale set them, and so does this call: "
-        "leave them out of the call or of the configs.",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("why", "options"),
-    [pytest.param(why, (), id=why, marks=pytest.mark.full) for why in UNTUNED]
-    + [pytest.param("refused", ("--devices", "0,1"), id="refused in a worker")],
-)
 def test_a_recorded_call_that_cannot_be_tuned_leaves_out_only_itself(
-    start: Start, fresh_process: FreshProcess, targets: Path, tmp_path: Path, why: str, options: Any
+    run: FreshProcess, recorded_calls: Path, cache_dir: Path, targets: Path, tmp_path: Path
 ) -> None:
-    before, after, reason = UNTUNED[why]
-    text, file = (targets / "recorded.py").read_text(), tmp_path / "edited.py"
-    for old, new in before.items():
-        text = text.replace(old, new, 1)
-    file.write_text(text)
-    env: Any = {"SAFETUNE_MODE": "record", "PYTHONWARNINGS": "ignore"}
-    fresh_process("import edited; edited.call_all()", env=env, cwd=tmp_path, warm=True)
-    for old, new in after.items():
-        assert old in text
-        text = text.replace(old, new, 1)
-    file.write_text(text)
+    """Regression: it ended the sweep before the first tuning. Here it is told by a worker."""
+    shutil.copytree(recorded_calls, cache_dir)
+    text = (targets / "recorded.py").read_text()
+    old, new = "configs=CONFIGS, key=[", "configs=[triton.Config({'BLOCK': 64, 'by': 2.0})], key=["
+    assert old in text
+    (tmp_path / "recorded.py").write_text(text.replace(old, new, 1))
 
-    words = ("tune", "--recorded", *options)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = start(*words, "--json", env={"TEST_WORST": "100"}, cwd=tmp_path, **pipes)
-    output, errors = process.communicate()
+    words = ("tune", "--recorded", "--devices", "0,1", "--json")
+    done = run(*words, cwd=tmp_path, ends=1, warm=True)
 
-    data = json.loads(output)
-    assert process.returncode == (0 if why == "pruning" else 1), errors
-    tuned = [each["kernel"] for each in data["tunings"] if each["choice"]]
-    assert sorted(set(tuned)) == (["gather"] if why == "refused" else ["gather", "scale"]), errors
+    data = json.loads(done.stdout)
+    assert {each["kernel"] for each in data["tunings"] if each["choice"]} == {"gather"}
     refused = [each for each in data["left_out"] if each["call"].startswith("scale ")]
-    assert len(refused) == (2 if why == "refused" else 1)
+    assert len(refused) == 2
     for each in refused:
-        assert re.fullmatch(reason, each["reason"]), each["reason"]
-        assert f"not tuned: {each['call']}: {each['reason']}" in errors.decode()
+        assert each["reason"] == (
+            "Conflicting meta-parameters: by. The configs of scale set them, and so does this "
+            "call: leave them out of the call or of the configs."
+        )
+        assert f"not tuned: {each['call']}: {each['reason']}" in done.stderr
 
 
 @pytest.mark.full
@@ -288,28 +171,10 @@ def test_the_whole_way_from_recorded_calls_to_packs_that_cover_them(
     assert "keys were tuned already" in done.stdout
 
 
-def test_recorded_calls_are_looked_up_under_install_too(start: Any) -> None:
+def test_recorded_calls_are_looked_up_under_install_too(run: FreshProcess) -> None:
     """Triton's import installs safetune then, which needs its own modules whole."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = start("tune", "--recorded", env={"SAFETUNE_INSTALL": "1"}, **pipes)
-    _, errors = process.communicate()
-    assert b"no recorded call matches" in errors
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "Missing argument 'TARGET...'."),
-        (("--top", "0.5", "x.py"), "--top needs --recorded."),
-        (("--recorded", "--shape", "s"), "--shape and --dtype select workloads"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    safetune: Any, words: tuple[str, ...], message: str
-) -> None:
-    result = safetune("tune", *words)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    errors = run("tune", "--recorded", env={"SAFETUNE_INSTALL": "1"}, ends=2).stderr
+    assert "no recorded call matches" in errors
 
 
 PROGRAM = """
@@ -344,23 +209,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_script", [True, False], ids=["script", "module"])
 def test_named_tuples_and_functions_come_back_in_another_process(
-    fresh_process: FreshProcess, safetune: Any, tmp_path: Path, monkeypatch: Any, as_script: bool
+    fresh_process: FreshProcess, safetune: Any, tmp_path: Path
 ) -> None:
     """Regression: a named tuple came back as a tuple, and no config worked."""
     file = tmp_path / "with_classes.py"
     file.write_text(PROGRAM)
-    program = file if as_script else "import with_classes; with_classes.call_all()"
-    fresh_process(program, env={"SAFETUNE_MODE": "record"}, cwd=tmp_path)
-    monkeypatch.chdir(tmp_path)
+    fresh_process(file, env={"SAFETUNE_MODE": "record"}, warm=True)
 
-    result = safetune.json("tune", "--recorded", *([str(file)] if as_script else []))
+    result = safetune.json("tune", "--recorded", file)
 
     assert [(t["kernel"], t["measured"]) for t in result["tunings"]] == [("apply", 2)]
     assert result["tunings"][0]["choice"]
     assert result["left_out"] == []
-    assert safetune.json("coverage")["by_calls"]["exact"] == 1.0
+    assert safetune.json("coverage", file)["by_calls"]["exact"] == 1.0
 
 
 LIBRARY = """
@@ -392,62 +254,38 @@ def cached(kernel):
 
 
 kept = cached(clear)
-
-
-def call_all():
-    grid = lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),)
-    fill[grid](torch.ones(50), 50, 7)
-    kept[grid](torch.ones(50), 50)
+grid = lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),)
 """
 
 
-@pytest.fixture
-def run_under_safetune(fresh_process: FreshProcess, tmp_path: Path) -> Any:
-    """A function that runs a program on `library.py`, which has no safetune, by `safetune run`."""
-    (tmp_path / "library.py").write_text(LIBRARY)
-    (tmp_path / "program.py").write_text("import library; library.call_all()")
-    run = "from safetune.cli import main; main()"
-
-    def start(mode: str, *options: str) -> str:
-        words = ("run", *options, "program.py")
-        done = fresh_process(run, *words, env={"SAFETUNE_MODE": mode}, cwd=tmp_path)
-        return done.stderr
-
-    return start
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id="dropped", marks=pytest.mark.full),
-        pytest.param(("--keep", "fill:unused"), id="kept"),
-    ],
-)
 def test_what_safetune_run_has_recorded_is_tuned_without_a_variable(
-    run_under_safetune: Any, start: Start, tmp_path: Path, options: tuple[str, ...]
+    run: FreshProcess, tmp_path: Path
 ) -> None:
     """Regression: "is not an attribute of its module", and nothing said that a variable helps."""
-    run_under_safetune("record", *options)
+    (tmp_path / "library.py").write_text(LIBRARY)
+    (tmp_path / "program.py").write_text(
+        "import torch\nfrom library import *\n"
+        "fill[grid](torch.ones(50), 50, 7)\nkept[grid](torch.ones(50), 50)"
+    )
+    program = ("run", "--keep", "fill:unused", "program.py")
+    run(*program, env={"SAFETUNE_MODE": "record"}, cwd=tmp_path)
 
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    for words in (("tune", "--recorded"), ("coverage", "--fail-under", "100")):
-        process = start(*words, "--json", env={}, cwd=tmp_path, **pipes)
-        output, errors = process.communicate()
-        assert process.returncode == 0, errors
-        if words[0] == "tune":
-            said = json.loads(output)
-            assert sorted(t["kernel"] for t in said["tunings"]) == ["clear", "fill"]
-            assert said["left_out"] == []
-            assert b"kernels" not in errors, "no report of an installation"
+    tuned = run("tune", "--recorded", "--json", cwd=tmp_path)
+    run("coverage", "--fail-under", "100", cwd=tmp_path)
 
-    assert "has no choice" not in run_under_safetune("frozen", *options)
+    said = json.loads(tuned.stdout)
+    assert sorted(t["kernel"] for t in said["tunings"]) == ["clear", "fill"]
+    assert said["left_out"] == []
+    assert "kernels" not in tuned.stderr, "no report of an installation"
+    frozen = run(*program, env={"SAFETUNE_MODE": "frozen"}, cwd=tmp_path)
+    assert "has no choice" not in frozen.stderr
 
 
 class TestLeft:
     """Kernels that SAFETUNE_LEAVE names are left to Triton by `tune`, too."""
 
-    def test_workloads(self, safetune: Any, targets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SAFETUNE_LEAVE", "add_*")
+    def test_workloads(self, safetune: Any, targets: Path) -> None:
+        safetune.set(SAFETUNE_LEAVE="add_*")
 
         result = safetune("tune", targets / "add.py", "--json")
 
@@ -459,8 +297,8 @@ class TestLeft:
             "Error: SAFETUNE_LEAVE leaves all kernels of TARGET to Triton"
         )
 
-    def test_recorded_calls(self, recorded: None, safetune: Any, monkeypatch: Any) -> None:
-        monkeypatch.setenv("SAFETUNE_LEAVE", "recorded.gather, *inner")
+    def test_recorded_calls(self, recorded: None, safetune: Any) -> None:
+        safetune.set(SAFETUNE_LEAVE="recorded.gather, *inner")
 
         said = safetune.json("tune", "--recorded")
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from safetune.store.local.store import Store
-
-if TYPE_CHECKING:
-    from tests.conftest import FreshProcess
-
-DEADLINE_S = 90.0
+from tests.cli.conftest import DEADLINE_S, Fifo, Start
+from tests.conftest import ended
 
 #: In the order in which `targets/sweep.py` declares them.
 BLOCKS = (64, 48, 4, 128, 256)
@@ -29,30 +24,36 @@ def trials(safetune: Any) -> dict[tuple[int, int], dict[str, Any]]:
     return {(trial["call"]["values"]["N"], trial["config"]["BLOCK"]): trial for trial in found}
 
 
-@pytest.mark.parametrize(
-    "killed_at",
-    [pytest.param(64, marks=pytest.mark.full), 128, pytest.param(256, marks=pytest.mark.full)],
-)
-def test_after_a_kill_it_goes_on_where_it_was(
-    safetune: Any,
-    start: Callable[..., subprocess.Popen[bytes]],
-    still_running: Callable[[list[int]], list[int]],
-    fifo: Any,
-    targets: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    killed_at: int,
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+def test_what_is_measured_is_kept_and_no_process_is_left(
+    safetune: Any, start: Start, fifo: Fifo, targets: Path, sent: signal.Signals
 ) -> None:
-    target = targets / "sweep.py"
-    process = start("tune", target, env={**fifo.env, "TEST_WAIT_AT": str(killed_at)})
+    """While a config of the second key hangs."""
+    target, hangs_at = targets / "sweep.py", 128
+    process = start(
+        *("tune", target, "--json"),
+        env={**fifo.env, "TEST_WAIT_AT": str(hangs_at)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     children = fifo.pids()
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    assert still_running(children) == []
+    assert len(children) == 2, "the child and the fork server"
+    (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)
+    output, errors = process.communicate(timeout=DEADLINE_S)
+    assert output == b""
+    if sent == signal.SIGINT:
+        assert process.returncode == 130
+        assert re.fullmatch(
+            r"safetune: interrupted; \d of 5 configs of add_one for .* are stored, and the next "
+            r"tuning continues from there\nInterrupted.\n",
+            errors.decode(),
+        )
+    assert ended(*children, within_s=DEADLINE_S)
     fifo.remove()
-    for name, value in fifo.env.items():
-        monkeypatch.setenv(name, value)
-    before, done = trials(safetune), BLOCKS[: BLOCKS.index(killed_at)]
+    safetune.set(**fifo.env)
+    before, done = trials(safetune), BLOCKS[: BLOCKS.index(hangs_at)]
     assert set(before) == {(100, block) for block in BLOCKS} | {(300, block) for block in done}
+    assert [before[300, block]["timing"] is not None for block in done] == [True, False, True]
 
     plan = safetune.json("tune", target, "--dry-run")
 
@@ -73,36 +74,3 @@ def test_after_a_kill_it_goes_on_where_it_was(
     assert 48 not in again
     assert first["choice"]
     assert second["choice"]
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A directory that other users may enter, unlike those above `tmp_path`."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
-
-
-def test_a_database_that_can_only_be_read_is_found_before_anything_is_measured(
-    open_folder: Path, fresh_process: FreshProcess
-) -> None:
-    """Regression: a sweep measured all its configs, and could not store them then."""
-    folder = open_folder / "store"
-    Store.open(folder).close()
-    program = """
-import os
-from safetune.cli import stored
-from safetune.errors import StoreError
-from safetune.store.local import store
-if os.getuid() == 0:
-    os.setuid(65534)
-try:
-    stored.check_writable()
-except StoreError as error:
-    print(error)
-"""
-    for path in (*folder.iterdir(), folder):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    done = fresh_process(program, env={"SAFETUNE_CACHE_DIR": str(folder)})
-    folder.chmod(0o755)
-    assert done.stdout.startswith(f"cannot write to the store {folder}/safetune.db: ")

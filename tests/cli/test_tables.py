@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from safetune.config import config_digest, config_record, declared_digest
-from safetune.keys import tuning_key
-from safetune.outcome import Outcome, Timing, Verdict
+from safetune.config import declared_digest
 from safetune.store.local.store import Store
-from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
+from safetune.store.records import ChoiceRecord
+from tests.cli import rows
 
 SOURCE = """\
 import triton
@@ -45,10 +44,7 @@ CARD = "NVIDIA H100 80GB HBM3"
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safetune: Any) -> Any:
     monkeypatch.chdir(tmp_path)
-    Path("gemms.py").write_text(SOURCE, encoding="utf-8")
-    from safetune.cli.targets import kernels_of
-
-    return kernels_of(["gemms.py:gemm"], with_workload=False)[0].tuner
+    return rows.tuner_in("gemms.py", SOURCE)
 
 
 Fill = Callable[..., None]
@@ -60,32 +56,18 @@ def fill(kernel: Any, cache_dir: Path) -> Fill:
 
     def run(keys: list[tuple[int, int]], *chosen: int) -> None:
         store = Store.open(cache_dir)
-        for number, (rows, columns) in enumerate(keys):
-            key = key_of(kernel.identity, rows, columns)
+        declared = declared_digest(kernel.configs)
+        for number, (m, n) in enumerate(keys):
+            key = rows.key_record(kernel.identity, CARD, M=m, N=n)
             store.put_key(key)
             if chosen:
-                config = kernel.configs[chosen[number]]
-                digest, record = config_digest(config), config_record(config)
-                timing = Timing(0.5, 0.5, 0.5, 3, "screen")
-                outcome = Outcome(Verdict.OK, timing)
-                store.put_trial(TrialRecord(key.digest, digest, record, 1, outcome, 1.0))
-                declared = declared_digest(kernel.configs)
-                store.put_choice(ChoiceRecord(key.digest, 1, digest, record, declared, 0.5, 6, 1.0))
+                made = rows.trial(key, kernel.configs[chosen[number]], 0.5)
+                store.put_trial(made)
+                config = (made.config_digest, made.config, declared)
+                store.put_choice(ChoiceRecord(key.digest, 1, *config, 0.5, 6, 1.0))
         store.close()
 
     return run
-
-
-def key_of(kernel: Any, rows: int, columns: int) -> KeyRecord:
-    values = [["M", rows], ["N", columns]]
-    call = {"values": values, "dtypes": [["x", "float16"]], "options": []}
-    device = {"name": CARD, "capability": "90", "sm_count": 1, "shared_memory_bytes": 1}
-    toolchain = {"triton": "3.9.0", "backend": "b", "target": "cuda:90:32", "environment": {}}
-    digest = tuning_key.key_digest(kernel.name, kernel.digest, call, device, toolchain)
-    of_kernel = (kernel.name, kernel.digest, "", 0)
-    return KeyRecord(
-        digest, *of_kernel, tuning_key.Device(**device).digest, device, toolchain, call
-    )
 
 
 def chosen(safetune: Any) -> dict[tuple[int, int], tuple[int, int]]:
@@ -144,10 +126,7 @@ def test_what_no_table_decides_is_left_out_with_the_reason(
     refused = safetune(*words)
     assert refused.exit_code == 2
     assert "{'BLOCK_M': 99} is not one of the configs it declares" in refused.stderr
-
-    without = safetune(*words[:4])
-    assert (without.exit_code, without.stdout) == (2, "")
-    assert "--format vllm needs --target" in without.stderr
+    assert "--format vllm needs --target" in safetune.error(*words[:4])
 
 
 @pytest.mark.parametrize(

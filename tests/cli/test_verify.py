@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.conftest import FreshProcess
 
 
 @pytest.fixture
@@ -20,19 +18,7 @@ def overlapping(targets: Path) -> str:
 
 def verified(safetune: Any, *words: object) -> Any:
     """The JSON of a run that finds something."""
-    result = safetune("verify", *words, "--json")
-    assert result.exit_code == 1, result.output
-    return json.loads(result.stdout)
-
-
-def ended_children() -> list[str]:
-    """Return this process's children that have ended and that nothing has waited for."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            found += [stat.parent.name] * (state == "Z" and int(parent) == os.getpid())
-    return sorted(found)
+    return safetune.json("verify", *words, code=1)
 
 
 class TestKernels:
@@ -48,10 +34,6 @@ class TestKernels:
             for config in ("BLOCK=64 STEP=64", "BLOCK=64 STEP=63")
         ]
         assert [one["verdict"] for one in data["launches"]] == ["ok", "overlap"] * 4
-
-    def test_findings_are_printed_and_in_the_json(self, safetune: Any, overlapping: str) -> None:
-        data = verified(safetune, f"{overlapping}:fill", "--shape", "small", "--dtype", "float16")
-
         (finding,) = data["launches"][1]["report"]["findings"]
         assert (finding["kind"], finding["argument"], finding["elements"]) == ("overlap", "x", 1)
         assert finding["places"][0]["index"] == [63]
@@ -61,11 +43,13 @@ class TestKernels:
 
     def test_all_is_well(self, safetune: Any, targets: Path) -> None:
         """The same kernels that `safetune tune` is tested with; heuristics, too."""
-        data = safetune.json("verify", targets / "add.py", targets / "heuristics.py")
+        words = (targets / "add.py", targets / "heuristics.py")
+        data = safetune.json("verify", *words)
 
         assert data["ok"]
         assert len(data["launches"]) == 2 + 2 * 2 + 2 * 3
         assert {one["verdict"] for one in data["launches"]} == {"ok"}
+        assert ": 0 with findings. " in safetune("verify", *words).stdout
 
     def test_a_kernel_without_a_workload_is_named(self, safetune: Any, targets: Path) -> None:
         """Its silence is not to be taken for a good word."""
@@ -75,12 +59,29 @@ class TestKernels:
         last = safetune("verify", target).stdout.splitlines()[-1]
         assert last == "not checked, because they declare no workload: kernel"
 
-    def test_a_config_that_does_not_run(self, safetune: Any, overlapping: str) -> None:
-        data = verified(safetune, f"{overlapping}:strict")
+    def test_large_workloads_are_skipped_and_people_see_the_place_once(
+        self, safetune: Any, overlapping: str
+    ) -> None:
+        words = (overlapping, "--dtype", "float32", "--max-elements", 1000)
+        data = verified(safetune, *words)
+        assert [(one["shape"], one["elements"]) for one in data["skipped"]] == [("large", 10_000)]
+        assert [one["verdict"] for one in data["launches"]] == [
+            *("ok", "overlap", "ok", "not checked"),
+        ]
+        assert "AssertionError: a block must be 16" in data["launches"][3]["error"]
 
-        assert [one["verdict"] for one in data["launches"]] == ["ok", "not checked"]
-        assert "AssertionError: a block must be 16" in data["launches"][1]["error"]
-        assert data["launches"][1]["report"] is None
+        lines = [line.rstrip() for line in safetune("verify", *words).stdout.splitlines()]
+
+        assert (
+            "fill  large  float32: skipped, because it has 10000 elements (--max-elements)" in lines
+        )
+        row = next(line for line in lines if line.startswith("BLOCK=64 STEP=63 "))
+        assert row.split()[4:] == ["overlap", "2", "x", "1", "x", "1"]
+        assert "    x: 1 element stored by several programs" in lines
+        assert "        [63] programs 0, 1 at overlapping.py:26" in lines
+        assert not any("x: 12 of 16 elements" in line for line in lines)
+        assert lines[-1].startswith("3 launches checked ")
+        assert ": 1 with findings; 1 not checked. " in lines[-1]
 
 
 @pytest.fixture
@@ -107,6 +108,7 @@ class TestNotChecked:
             ("sparse", "BLOCK=64"): "a Tensor of shape (128,) on cpu has no plain storage to copy",
             ("misspelt", "BLOCK=64"): "unknown name m: fill has the parameters y, n, BLOCK,",
             ("unknown", "BLOCK=64"): "outputs=['z'] must be a list of tensor arguments of fill",
+            ("allowed", "BLOCK=64"): "allow=['z'] must be a list of tensor arguments of fill",
         }
         for where, reason in reasons.items():
             assert errors[where].startswith(reason), where
@@ -123,20 +125,10 @@ class TestNotChecked:
         row = next(line for line in lines if line.startswith("all configs "))
         assert row.split() == ["all", "configs", "not", "checked"]
 
-    def test_the_process_of_a_hook_leaves_no_zombie(self, safetune: Any, unchecked: str) -> None:
-        before = ended_children()
-        safetune("verify", unchecked, "--shape", "hook")
-
-        assert ended_children() == before
-
-    def test_a_hook_that_crashes(self, targets: Path) -> None:
+    def test_a_hook_that_crashes(self, run: FreshProcess, targets: Path) -> None:
         """It ended the command with SIGSEGV."""
-        words = ["-m", "safetune", "verify", f"{targets / 'faulty.py'}:hopeless", "--json"]
-        result = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, check=False
-        )
+        result = run("verify", f"{targets / 'faulty.py'}:hopeless", "--json", warm=True, ends=1)
 
-        assert result.returncode == 1, result.stderr
         _, crashed = json.loads(result.stdout)["launches"]
         assert crashed["config"].startswith("BLOCK=64")
         assert crashed["error"] == "its process ended with SIGSEGV"
@@ -156,53 +148,6 @@ class TestOutputs:
             assert of_64[shape]["verdict"] == ("unwritten" if count else "ok")
             findings = of_64[shape]["report"]["findings"]
             assert sum(finding["elements"] for finding in findings) == count
-
-
-class TestSize:
-    def test_large_workloads_are_skipped(self, safetune: Any, overlapping: str) -> None:
-        data = verified(safetune, f"{overlapping}:fill", "--max-elements", 1000)
-
-        assert {one["shape"] for one in data["launches"]} == {"small"}
-        assert [one["elements"] for one in data["skipped"]] == [10_000] * 2
-
-    def test_an_error_says_that_every_workload_is_too_large(
-        self, safetune: Any, overlapping: str
-    ) -> None:
-        message = safetune.error("verify", overlapping, "--max-elements", 10)
-
-        assert message == (
-            "Error: every workload has more than 10 elements: declare a smaller workload for the "
-            "device cpu, or raise --max-elements"
-        )
-
-    def test_no_such_shape(self, safetune: Any, overlapping: str) -> None:
-        message = safetune.error("verify", f"{overlapping}:strict", "--shape", "huge")
-
-        assert message == "Error: no workload is named 'huge'; the workloads are: only"
-
-
-class TestTables:
-    def test_people_see_the_place_once(self, safetune: Any, overlapping: str) -> None:
-        result = safetune("verify", overlapping, "--dtype", "float32", "--max-elements", 1000)
-
-        assert result.exit_code == 1
-        lines = [line.rstrip() for line in result.stdout.splitlines()]
-        assert (
-            "fill  large  float32: skipped, because it has 10000 elements (--max-elements)" in lines
-        )
-        row = next(line for line in lines if line.startswith("BLOCK=64 STEP=63 "))
-        assert row.split()[4:] == ["overlap", "2", "x", "1", "x", "1"]
-        assert "    x: 1 element stored by several programs" in lines
-        assert "        [63] programs 0, 1 at overlapping.py:26" in lines
-        assert "x: 12 of 16 elements" not in result.stdout
-        assert lines[-1].startswith("3 launches checked ")
-        assert ": 1 with findings; 1 not checked. " in lines[-1]
-
-    def test_all_is_well(self, safetune: Any, targets: Path) -> None:
-        result = safetune("verify", f"{targets / 'add.py'}:add_one")
-
-        assert result.exit_code == 0
-        assert ": 0 with findings. " in result.stdout.splitlines()[-1]
 
 
 COUNTING = """
@@ -227,39 +172,28 @@ def one(device, dtype):
 """
 
 
-class TestWorkload:
-    @pytest.fixture
-    def counting(self, tmp_path: Path) -> Any:
-        def write(allow: list[str]) -> Path:
-            file = tmp_path / f"counting_{len(allow)}.py"
-            file.write_text(COUNTING.replace("ALLOW", repr(allow)))
-            return file
+def test_configs_that_the_interpreter_runs_alike_run_once(safetune: Any, tmp_path: Path) -> None:
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING.replace("ALLOW", "[]"))
+    result = safetune("verify", file, "--shape", "apart", "--json")
 
-        return write
+    launches = json.loads(result.stdout)["launches"]
+    assert [one["verdict"] for one in launches] == ["ok"] * 6
+    assert len({one["config"] for one in launches}) == 6
+    assert [one["report"]["config"] for one in launches] == [one["config"] for one in launches]
+    assert result.stderr.count("ran") == 2
 
-    def test_configs_that_the_interpreter_runs_alike_run_once(
-        self, safetune: Any, counting: Any
-    ) -> None:
-        result = safetune("verify", counting([]), "--shape", "apart", "--json")
 
-        launches = json.loads(result.stdout)["launches"]
-        assert [one["verdict"] for one in launches] == ["ok"] * 6
-        assert len({one["config"] for one in launches}) == 6
-        assert [one["report"]["config"] for one in launches] == [one["config"] for one in launches]
-        assert result.stderr.count("ran") == 2
+@pytest.mark.parametrize(("allow", "code"), [(["total"], 1), (["total", "x"], 0)])
+def test_accesses_that_a_workload_allows_are_notes(
+    safetune: Any, tmp_path: Path, allow: list[str], code: int
+) -> None:
+    file = tmp_path / "allowing.py"
+    file.write_text(COUNTING.replace("ALLOW", repr(allow)))
 
-    def test_accesses_that_a_workload_allows_are_notes(self, safetune: Any, counting: Any) -> None:
-        some = safetune("verify", counting(["total"]), "--shape", "twice", "--json")
-        every = safetune("verify", counting(["total", "x"]), "--shape", "twice")
+    report = safetune.json("verify", file, "--shape", "twice", code=code)["launches"][0]["report"]
 
-        found = json.loads(some.stdout)["launches"][0]["report"]
-        assert [finding["argument"] for finding in found["findings"]] == ["x"]
-        assert [finding["argument"] for finding in found["allowed"]] == ["total"]
-        assert (some.exit_code, every.exit_code) == (1, 0)
-        assert "allowed: x: 16 elements stored by several programs" in every.stdout
-
-    def test_an_argument_that_is_allowed_has_to_be_one(self, safetune: Any, counting: Any) -> None:
-        result = safetune("verify", counting(["y"]), "--shape", "twice")
-
-        assert result.exit_code == 1
-        assert "allow=['y'] must be a list of tensor arguments of count" in result.stdout
+    assert sorted(finding["argument"] for finding in report["allowed"]) == allow
+    assert [finding["argument"] for finding in report["findings"]] == ["x"] * code
+    shown = safetune("verify", file, "--shape", "twice").stdout
+    assert "allowed: total: 1 element stored by several programs" in shown

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from triton.backends.nvidia import driver
 
-from tests.cli.json_types import check
+from tests.cli.conftest import check_json
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -80,7 +80,7 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
     )
     assert [each.pop("code") for each in (declared, recorded, again, failed)] == [0, 0, 0, 1]
     for each in (declared, recorded, again, failed):
-        check("warm", each)
+        check_json(each, "warm")
     assert [(c["call"], c["config"], c["origin"]) for c in declared["compiled"]] == CHOSEN
     assert {c["device"] for c in declared["compiled"]} == {"NVIDIA H100 80GB HBM3"}
     assert not any(c["error"] for c in declared["compiled"])

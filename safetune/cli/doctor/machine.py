@@ -106,13 +106,13 @@ def _calls() -> Check:
     return check("system calls", "memfd_create and pidfd_open work")
 
 
-def isolation(probe: Path = _PROBE) -> Iterator[Check]:
+def isolation() -> Iterator[Check]:
     """Tune a kernel with a config that crashes, in a process with a store of its own."""
     with tempfile.TemporaryDirectory(prefix="safetune-doctor-") as directory:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("SAFETUNE_")}
         try:
             done = elsewhere.ask(
-                in_another_process("tune", str(probe), "--json"),
+                in_another_process("tune", str(_PROBE), "--json"),
                 _PROBE_S,
                 {**variables, "SAFETUNE_CACHE_DIR": directory},
             )

@@ -5,9 +5,9 @@ import contextlib
 import os
 import signal
 
+import plain
 import torch
 import triton
-import triton.language as tl
 
 from safetune import Workload, safetune
 
@@ -39,21 +39,13 @@ def kill_tuner(arguments):
             signal.pause()
 
 
-def grid(meta):
-    return (triton.cdiv(meta["N"], meta["BLOCK"]),)
+CONFIGS = [triton.Config({"BLOCK": size}) for size in (64, 128)]
 
-
-@safetune(
-    configs=[triton.Config({"BLOCK": size}) for size in (64, 128)], key=["N"], pre_hook=kill_tuner
-)
-@triton.jit
-def add_one(x, N, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < N
-    tl.store(x + offsets, tl.load(x + offsets, mask=mask) + 1, mask=mask)
+add_one = safetune(configs=CONFIGS, key=["N"], pre_hook=kill_tuner)(plain.add_one)
 
 
 @add_one.workload
 def vectors(device, dtype):
     for count in (100, 101, 102, 103):
-        yield Workload(f"{count}", grid, (torch.zeros(count, device=device, dtype=dtype), count))
+        x = torch.zeros(count, device=device, dtype=dtype)
+        yield Workload(f"{count}", plain.grid, (x, count))

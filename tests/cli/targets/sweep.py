@@ -2,9 +2,9 @@
 
 import os
 
+import plain
 import torch
 import triton
-import triton.language as tl
 
 from safetune import Workload, safetune
 
@@ -22,26 +22,13 @@ def wait_for_the_test(arguments):
         fifo.read()
 
 
-def grid(meta):
-    return (triton.cdiv(meta["N"], meta["BLOCK"]),)
-
-
 BLOCKS = (64, 48, 4, 128, 256)  # 48 is not a power of two, and 4 is slow
+CONFIGS = [triton.Config({"BLOCK": block}, pre_hook=wait_for_the_test) for block in BLOCKS]
 
-
-@safetune(
-    configs=[triton.Config({"BLOCK": block}, pre_hook=wait_for_the_test) for block in BLOCKS],
-    key=["N"],
-    run_timeout_s=200,
-)
-@triton.jit
-def add_one(x, N, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < N
-    tl.store(x + offsets, tl.load(x + offsets, mask=mask) + 1, mask=mask)
+add_one = safetune(configs=CONFIGS, key=["N"], run_timeout_s=200)(plain.add_one)
 
 
 @add_one.workload
 def vectors(device, dtype):
     for name, count in {"first": 100, "second": 300}.items():
-        yield Workload(name, grid, (torch.zeros(count, device=device, dtype=dtype), count))
+        yield Workload(name, plain.grid, (torch.zeros(count, device=device, dtype=dtype), count))

@@ -51,6 +51,7 @@ def outputs(device, dtype):
     yield Workload("nothing", grid, (y, 0), outputs=("y",))
     yield Workload("undeclared", grid, (y, 0))
     yield Workload("unknown", grid, (y, 128), outputs=["z"])
+    yield Workload("allowed", grid, (y, 128), allow=["z"])
 
 
 def leave():
