@@ -228,6 +228,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @cache.setter
     def cache(self, choices: Mapping[Any, Config]) -> None:
+        if self.states.tuner is not self:  # a shallow copy's
+            self.states = KeyStates(self)
         self.states.replace_choices(choices)
 
     def __call__(self, *_: Any, **__: Any) -> None:
