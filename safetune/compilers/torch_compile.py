@@ -89,6 +89,8 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
         launched = compiling or any(
             torch.is_tensor(value) or hasattr(value, "block_shape") for value in arguments.values()
         )
+        if not (launched or named_args):  # someone asks what is left, as attention-gym's tests do
+            return configs if early is None else list(early(configs, named_args, **kwargs))
         check(number, launched)
         names = tuple([name for name, _ in unknown])
         bounds = stored_regions(number, tuple(facts), names, index)
