@@ -90,6 +90,8 @@ def check_configs(
 
     if isinstance(configs, Config):
         raise InvalidConfig(f"configs of {kernel_name} is one triton.Config; write configs=[...]")
+    if configs is not None and not isinstance(configs, Iterable):
+        raise InvalidConfig(f"configs={configs!r} of {kernel_name} is not a list of triton.Configs")
     checked: list[Config] = []
     seen: set[Any] = set()
     for position, config in enumerate(configs or ()):
@@ -99,6 +101,12 @@ def check_configs(
                 "it must be a triton.Config, e.g. triton.Config({'BLOCK': 128}, num_warps=4)"
             )
         kwargs = config.kwargs
+        if not isinstance(kwargs, Mapping):
+            raise InvalidConfig(
+                f"configs[{position}] of {kernel_name} is triton.Config({kwargs!r}, ...); give it "
+                "the kernel's parameters by name, e.g. triton.Config({'BLOCK': 128})"
+            )
+        check_functions(kernel_name, {f"configs[{position}].pre_hook": config.pre_hook})
         if unknown := [n for n in kwargs if n not in parameters and n not in backend_options()]:
             raise InvalidConfig(
                 f"configs[{position}] of {kernel_name} sets {with_nearest(unknown, parameters)}, "
@@ -190,6 +198,11 @@ def check_names(
 ) -> None:
     """Raise `InvalidSetting` for a name that is not an argument of the kernel."""
     for parameter, names in parameters.items():
+        if not (names is None or isinstance(names, Iterable)):
+            raise InvalidSetting(
+                f"{parameter}={names!r} of {kernel} is not a list of argument names; write "
+                f'{parameter}=["{arg_names[0]}"]'
+            )
         unknown = [name for name in names or () if name not in arg_names]
         if unknown and isinstance(names, str):
             raise InvalidSetting(
@@ -259,8 +272,8 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
     ]
 
 
-def tupled(names: Iterable[str] | None) -> Any:
-    """Return names in a form that can be read repeatedly; None and a single string stay as they
-    are.
+def tupled(names: Any) -> Any:
+    """Return names in a form that can be read repeatedly; a single string, and what is no list,
+    stay as they are.
     """
-    return names if names is None or isinstance(names, str) else tuple(names)
+    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names

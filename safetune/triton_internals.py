@@ -339,13 +339,19 @@ def unloader() -> Any | None:
 
 
 def replace_autotune(make: Callable[[Function], Function]) -> None:
-    """Replace `triton.autotune` by `make(triton.autotune)`, wherever Triton exports it."""
+    """Replace `triton.autotune` by `make(triton.autotune)`, wherever Triton exports its own.
+
+    A library's replacement stays, e.g. vLLM's, which keeps the first config only.
+    """
     import triton
     from triton.runtime import autotuner
 
-    ours = make(autotuner.autotune)
-    for module in (autotuner, triton.runtime, triton):
-        module.autotune = ours
+    exporting = (autotuner, triton.runtime, triton)
+    own = [m for m in exporting if getattr(m.autotune, "__globals__", None) is vars(autotuner)]
+    if own:
+        ours = make(own[0].autotune)
+        for module in own:
+            module.autotune = ours
 
 
 def before_first_tuner(act: Callable[[], object]) -> None:

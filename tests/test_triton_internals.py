@@ -602,6 +602,14 @@ class TestReplacedFunctions:
         for module in (autotuner, triton.runtime, triton):
             assert module.autotune == ("ours", stock)
 
+    def test_an_autotune_of_a_library_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stock = autotuner.autotune
+        for module, found in ((autotuner, stock), (triton.runtime, stock), (triton, print)):
+            monkeypatch.setattr(module, "autotune", found)
+        triton_internals.replace_autotune(lambda found: ("ours", found))
+        assert triton.autotune is print
+        assert autotuner.autotune == triton.runtime.autotune == ("ours", stock)
+
     def test_methods_of_the_tuner_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("run", "_bench"):
             monkeypatch.setattr(autotuner.Autotuner, name, getattr(autotuner.Autotuner, name))

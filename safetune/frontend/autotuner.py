@@ -63,6 +63,9 @@ triton_internals.warn_if_newer()  # here, where the first tuner of a process is 
 #: Attributes that report the last launch or tuning. No launch depends on them.
 _REPORTED = frozenset({"best_config", "configs_timings", "bench_time", "tuning_phases"})
 
+#: The functions among the parameters of `triton.autotune`, where any false value means none.
+_FUNCTIONS = ("pre_hook", "post_hook", "do_bench", "early_config_prune", "perf_model")
+
 #: Attributes that decide which names in the key are read.
 _CLASSIFIED = frozenset(
     {"fn", "configs", "pre_hook", "post_hook", "early_config_prune", "perf_model"}
@@ -108,6 +111,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             check_flag("same_bits", self.same_bits)
         policy = parse_choice(PhantomPolicy, "phantom", options.phantom or settings.phantom.value)
         written = written_key(fn, options.key, options.keep, options.prune_configs_by)
+        functions = {**vars(options), **(options.prune_configs_by or {})}
+        check_functions(name, {n: functions.get(n) or None for n in _FUNCTIONS})
         self.states = KeyStates(self)
         scratch = names.pop("scratch")
         super().__init__(fn, arg_names, configs, (), **{**options.of_triton(), **names})
@@ -224,6 +229,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
 
     @cache.setter
     def cache(self, choices: Mapping[Any, Config]) -> None:
+        if self.states.tuner is not self:  # a shallow copy's
+            self.states = KeyStates(self)
         self.states.replace_choices(choices)
 
     def __call__(self, *_: Any, **__: Any) -> None:

@@ -87,6 +87,11 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
         return Autotuner(fn, fn.arg_names, options)
 
     if hasattr(options.configs, "fn"):
+        if len(args) + len(kwargs) > 1:
+            raise InvalidSetting(
+                f"configs={options.configs!r} is a kernel; "
+                "write safetune(configs=[...], ...)(kernel)"
+            )
         return take_over(options.configs)
     if callable(options.configs):  # used bare, above something that is not a kernel
         _check_kernel(options.configs)

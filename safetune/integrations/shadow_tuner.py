@@ -47,7 +47,7 @@ class Shadow:
             kernel.cache = tuner.cache
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a tuner that was pickled gets another
+        return tuple, ()  # a tuner that was copied or pickled gets another
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Launch, tuning first if necessary, and leave on `kernel` what Triton's `run` leaves."""
@@ -73,7 +73,10 @@ def reach(installation: Installation) -> None:
     @functools.wraps(run)
     def reached_run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         shadow = None if isinstance(self, Autotuner) else shadow_of(installation, self)
-        if shadow is None or policies:
+        if shadow is None:
+            return run(self, *args, **kwargs)
+        if policies:
+            installation.launch(shadow.tuner)
             return run(self, *args, **kwargs)
         return shadow.launch(self, args, kwargs)
 
@@ -100,7 +103,7 @@ def shadow_of(installation: Installation, kernel: Any) -> Shadow | None:
     shadow = kernel.__dict__.get(_ATTRIBUTE)
     if shadow is False:
         return None
-    if shadow is not None and shadow.made_from != _settings(kernel):
+    if shadow is not None and getattr(shadow, "made_from", None) != _settings(kernel):
         kernel.__dict__.pop(_ATTRIBUTE, None)
         shadow = None
     if shadow is None:

@@ -64,6 +64,11 @@ def written_key(
     code = function.__code__
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     keep = tuple(_names("keep", keep))
+    if prune and not isinstance(prune, Mapping):
+        raise InvalidSetting(
+            f"prune_configs_by={prune!r} of {function.__name__} is not a dict; write "
+            'prune_configs_by={"early_config_prune": ...}'
+        )
     _check_known(kernel, "prune_configs_by", prune or (), _PRUNING)
     names = tuple(_names("key", key))
     _check_known(kernel, "key", names, parameters)
@@ -89,6 +94,10 @@ def buckets_of(kernel: str, key: Any) -> dict[str, Bucket]:
 def _names(what: str, names: Key) -> list[str]:
     if isinstance(names, str):
         raise InvalidSetting(f'{what}={names!r} is one string; write {what}=["{names}"]')
+    if not (names is None or isinstance(names, Iterable)):
+        raise InvalidSetting(
+            f"{what}={names!r} is not a list of argument names; write {what}=[...]"
+        )
     unique_names = list(dict.fromkeys(names or ()))
     if wrong := [name for name in unique_names if not isinstance(name, str)]:
         raise InvalidSetting(

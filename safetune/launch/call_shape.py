@@ -10,6 +10,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.keys.identity import base_function, code_of, encode
 from safetune.keys.source_text import is_foreign_class
+from safetune.keys.written_key import during
 from safetune.launch import scratch_memory
 
 if TYPE_CHECKING:
@@ -112,6 +114,10 @@ def own_heuristics(kernel: Any) -> tuple[Any, list[Heuristics]]:
     return kernel, found
 
 
+#: On while a launch prunes, maybe by a function that wraps `torch_compile.one_config`.
+pruning: ContextVar[bool] = ContextVar("safetune_a_launch_prunes", default=False)
+
+
 def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Config]:
     """Return the configs that any tuner leaves for one call.
 
@@ -119,7 +125,8 @@ def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Conf
     """
     view = copy.copy(tuner)
     view.nargs = dict(named)
-    return list(view.prune_configs(dict(kwargs)))
+    with during(pruning):
+        return list(view.prune_configs(dict(kwargs)))
 
 
 def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:

@@ -428,6 +428,7 @@ class KeyStates:
     def replace_choices(self, choices: Mapping[Any, Config]) -> None:
         """Make these the choices, and every other key untried."""
         choices = dict(choices)
+        self.choices = Choices(self)  # a program may hold the old ones, to put them back
         self.clear()
         self.choices.update(choices)
 

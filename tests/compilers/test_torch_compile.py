@@ -440,6 +440,17 @@ def test_jax_tracing_a_tuner_is_refused(module: Any) -> None:
         tuner.early_config_prune(tuner.configs, {"n": 100})
 
 
+def test_a_question_about_configs_is_answered_as_by_triton(module: Any) -> None:
+    """Attention-gym's tests ask which configs a size leaves; it was the error for JAX."""
+    from safetune import safetune
+
+    tuner = traced.kernel(module)
+    assert tuner.early_config_prune(tuner.configs, {}) == tuner.configs
+    by = {"early_config_prune": lambda configs, named, *, D: configs[: D // 100]}
+    pruned = safetune(configs=traced.configs(), key=["n"], prune_configs_by=by)(tuner.fn)
+    assert pruned.early_config_prune(pruned.configs, {}, D=200) == pruned.configs[:2]
+
+
 DESCRIBED = """
 import triton.language as tl
 

@@ -78,6 +78,29 @@ class TestConfigs:
         )
         assert isinstance(caught.value, ValueError), "what triton.autotune raises"
 
+    @pytest.mark.parametrize("kwargs", [None, 16, "BLOCK"])
+    def test_kwargs_that_are_no_dict(self, kwargs: Any) -> None:
+        """It was a TypeError of Python's: 'NoneType' object is not iterable."""
+        with pytest.raises(InvalidConfig) as caught:
+            safetune(configs=[CONFIGS[0], triton.Config(kwargs)], key=["N"])(copy_kernel)
+
+        assert message(caught) == (
+            f"configs[1] of copy_kernel is triton.Config({kwargs!r}, ...); give it the kernel's "
+            "parameters by name, e.g. triton.Config({'BLOCK': 128})"
+        )
+
+    def test_configs_that_are_no_list(self) -> None:
+        with pytest.raises(InvalidConfig) as caught:
+            safetune(configs=3, key=["N"])(copy_kernel)
+
+        assert message(caught) == "configs=3 of copy_kernel is not a list of triton.Configs"
+
+    def test_a_hook_of_a_config_that_is_no_function(self) -> None:
+        with pytest.raises(InvalidSetting) as caught:
+            safetune(configs=[triton.Config({}, pre_hook=3)], key=["N"])(copy_kernel)
+
+        assert message(caught) == "configs[0].pre_hook=3 of copy_kernel is not a function"
+
     def test_the_same_positionally_and_when_the_choice_is_known(self, device: str) -> None:
         kernel = safetune(configs=CONFIGS, key=["N"])(copy_kernel)
         assert launch(kernel, device)
@@ -226,6 +249,47 @@ class TestSettings:
         )
 
     @pytest.mark.parametrize("name", ["reset_to_zero", "restore_value", "scratch", "key", "keep"])
+    @pytest.mark.parametrize("value", [1, True])
+    def test_names_that_are_no_list(self, name: str, value: Any) -> None:
+        """Python said "'bool' object is not iterable", which names no argument."""
+        with pytest.raises(InvalidSetting) as caught:
+            safetune(**{"configs": CONFIGS, "key": ["N"], name: value})(copy_kernel)
+
+        said, _, remedy = message(caught).partition(" is not a list of argument names; write ")
+        assert said.removesuffix(" of copy_kernel") == f"{name}={value}"
+        assert remedy.startswith(f"{name}=[")
+
+    @pytest.mark.parametrize("name", ["pre_hook", "post_hook", "do_bench"])
+    def test_functions_that_are_none(self, name: str) -> None:
+        """Known at the first launch, from the tuning process; a false value is none, as in Triton.
+
+        `pre_hook=zeroes and hook` is False for some kernels.
+        """
+        with pytest.raises(InvalidSetting) as caught:
+            safetune(configs=CONFIGS, key=["N"], **{name: "dst"})(copy_kernel)
+
+        assert message(caught) == f"{name}='dst' of copy_kernel is not a function"
+        safetune(configs=CONFIGS, key=["N"], **{name: False})(copy_kernel)
+
+    @pytest.mark.parametrize("name", ["early_config_prune", "perf_model"])
+    def test_pruning_by_what_is_no_function(self, name: str) -> None:
+        with pytest.raises(InvalidSetting) as caught:
+            safetune(configs=CONFIGS, key=["N"], prune_configs_by={name: 3})(copy_kernel)
+
+        assert message(caught) == f"{name}=3 of copy_kernel is not a function"
+
+    @pytest.mark.parametrize("value", [print, [print]], ids=["a function", "a list"])
+    def test_pruning_that_is_no_dict(self, value: Any) -> None:
+        """Python said that a function is not iterable."""
+        with pytest.raises(InvalidSetting) as caught:
+            safetune(configs=CONFIGS, key=["N"], prune_configs_by=value)(copy_kernel)
+
+        assert message(caught) == (
+            f"prune_configs_by={value!r} of copy_kernel is not a dict; write "
+            'prune_configs_by={"early_config_prune": ...}'
+        )
+
+    @pytest.mark.parametrize("name", ["reset_to_zero", "restore_value", "scratch", "key", "keep"])
     def test_names_that_can_be_read_once(self, name: str) -> None:
         """An iterator was empty once its names had been checked."""
         options: dict[str, Any] = {"key": ["N"], name: iter(["N"])}
@@ -260,6 +324,13 @@ class TestSettings:
             InvalidSetting, match=r"which is not a Triton kernel: put @triton\.jit below"
         ):
             safetune(configs=CONFIGS, key=["N"])(target)
+
+    def test_a_kernel_beside_other_arguments(self) -> None:
+        """The key was dropped: the kernel had Triton's default config and one choice."""
+        with pytest.raises(
+            InvalidSetting, match=r"^configs=<.*> is a kernel; write safetune\(conf"
+        ):
+            safetune(copy_kernel, key=["N"])
 
     def test_no_kernel_below_a_bare_decorator(self) -> None:
         """It became a decorator, and said so at the first launch: not subscriptable."""

@@ -252,6 +252,28 @@ def test_after_a_tuning_and_back() -> None:
     assert open_lookup(Settings.current()).store.choices() == [stored]
 
 
+def test_a_cache_that_is_swapped_and_put_back() -> None:
+    """As benchmarks of one config do: what the program had written was lost."""
+    kernel = ours(["n"])
+    kernel.cache[(64, *FLOATS)] = OTHER
+    saved = kernel.cache
+    kernel.cache = {(64, *FLOATS): CONFIGS[1]}
+    assert launched(kernel, 64, 1, 0) is CONFIGS[1]
+    kernel.cache = saved
+    assert launched(kernel, 64, 1, 0) is OTHER
+
+
+def test_a_copy_with_a_cache_of_its_own() -> None:
+    """Recorders of launches make one: its cache was also the original's."""
+    kernel = ours(["n"])
+    kernel.cache[(64, *FLOATS)] = OTHER
+    copied = copy.copy(kernel)
+    assert launched(copied, 64, 1, 0) is OTHER
+    copied.cache = {(64, *FLOATS): CONFIGS[1]}
+    assert launched(copied, 64, 1, 0) is CONFIGS[1]
+    assert launched(kernel, 64, 1, 0) is OTHER
+
+
 def test_a_config_that_cannot_be_launched_is_an_error_as_under_triton() -> None:
     kernel = ours(["n"])
     kernel.cache[(64, *FLOATS)] = triton.Config({"BLOCK": 48})

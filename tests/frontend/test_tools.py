@@ -45,6 +45,23 @@ def test_a_config_that_is_appended_to_the_list_is_tried_for_the_next_key(tune: A
     assert len(kernel.configs_timings) == 3
 
 
+@pytest.mark.parametrize("tune", [triton.autotune, safetune.safetune], ids=["triton", "safetune"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_prune_function_that_wraps_the_one_before(tune: Any, first: int) -> None:
+    """As in attention-gym's tests. It wrapped the one for torch.compile, which leaves one."""
+    by = {"early_config_prune": lambda given, named, **kwargs: given[first:]} if first else None
+    kernel = tune(configs(16, 32, 64, 128), ["N"], by, do_bench=same_time)(add_kernel)
+    before = kernel.early_config_prune
+
+    def fewer(given: Any, named: Any, **kwargs: Any) -> Any:
+        return (before(given, named, **kwargs) if before else given)[:2]
+
+    kernel.early_config_prune = fewer
+    x = torch.zeros(100)
+    kernel[grid](x, 100)
+    assert {*kernel.configs_timings} == {*kernel.configs[first : first + 2]}
+
+
 def test_a_tool_that_replaces_run_sees_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Triton's tuner class from the next miss on, of safetune's from the next launch on."""
     seen: list[str] = []

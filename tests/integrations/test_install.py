@@ -96,6 +96,26 @@ class TestInstall:
             "safetune: key names dropped, as nothing reads them: add_kernel (UNREAD)",
         ]
 
+    def test_what_a_library_has_put_in_place_of_autotune_stays(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        """vLLM keeps the first config only, FLA reads its own table: `install` undid both."""
+        done = fresh_process(
+            "import triton\n"
+            "stock = triton.autotune\n"
+            "def reversed_list(configs, **others): return stock(configs[::-1], **others)\n"
+            "triton.autotune = reversed_list\n"
+            "import safetune; safetune.install(); import lib\n"
+            "print(lib.add(times=3), lib.add_kernel.configs == lib.CONFIGS[::-1])\n"
+            "print(type(triton.runtime.autotune(lib.CONFIGS, [])(lib.add_kernel.fn)).__module__)\n",
+            cwd=library(),
+            warm=True,
+        )
+        assert done.stdout.split() == [STOCK, "True", OURS]
+        assert reports(done.stderr)[0] == (
+            "safetune: 1 kernel, 3 launches: 1 tuned, 0 looked up, 2 known"
+        )
+
     @pytest.mark.parametrize(
         "how",
         ["run", *(pytest.param(h, marks=pytest.mark.full) for h in ("module", "argument"))],

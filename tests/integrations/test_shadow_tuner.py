@@ -192,6 +192,29 @@ class TestReached:
         assert printed == ["{'BLOCK': 16}", "[]", "1"]
         assert report[0] == "1 kernel, 4 launches: 1 tuned, 1 looked up, 2 known"
 
+    def test_a_deep_copy(self, run: Run) -> None:
+        """triton-viz makes one of each tuner; after a launch, the copy raised AttributeError."""
+        printed, report = run(
+            START + "import copy\n"
+            "kernel = known()\n"
+            "add(kernel)\n"
+            "other = copy.deepcopy(kernel)\n"
+            "add(other, times=2); add(kernel)\n"
+            "print(other.cache == kernel.cache, other.cache is kernel.cache)\n"
+        )
+        assert printed == ["True False"]
+        assert report[0] == "1 kernel, 4 launches: 1 tuned, 0 looked up, 3 known"
+
+    def test_launches_by_a_run_that_a_library_has_replaced_count(self, run: Run) -> None:
+        """As GPTQModel does; the report said 0 launches and -1 known."""
+        _, report = run(
+            "from lib import Autotuner\n"
+            "stock = Autotuner.run\n"
+            "def locked(self, *args, **kwargs): return stock(self, *args, **kwargs)\n"
+            "Autotuner.run = locked\n" + START + "add(known(), times=3)\n"
+        )
+        assert report[0] == "1 kernel, 3 launches: 1 tuned, 0 looked up, 2 known"
+
     def test_a_fallback_is_never_in_the_library_s_cache(self, run: Run) -> None:
         """It stayed there for good, while the choice of the background tuning was launched."""
         printed, _ = run(
