@@ -44,6 +44,7 @@ from safetune.keys.source_text import (
     is_foreign,
     is_foreign_class,
     is_heap_class,
+    names_in,
     nodes_of,
     source_of,
 )
@@ -547,13 +548,12 @@ class Graph:
         return data
 
     def _function(self, jit: Any, function: FunctionType) -> Any:
-        scope, facts = Scope(function), facts_of_function(jit, function)
-        code = function.__code__
+        facts, code = facts_of_function(jit, function), function.__code__
         if facts is None:  # only the compiled code identifies it: that depends on Python's version
             text = encoding.dumps(code_record(code))
-            references = {n: scope.lookup(n) for n in (*code.co_names, *code.co_freevars)}
+            references = _references_of(code, Scope(function))
         else:
-            text = facts.text
+            text, scope = facts.text, Scope(function, facts.imports)
             references = {name: _resolve(name, scope) for name in facts.names}
         references["__wrapped__"] = getattr(function, "__wrapped__", MISSING)
         held = {*code.co_freevars}
@@ -649,6 +649,21 @@ def _resolve(name: str, scope: Scope) -> Any:
             return value
         value = getattr(value, attribute, MISSING)
     return value
+
+
+def _references_of(code: CodeType, scope: Scope) -> dict[str, Any]:
+    """Return the values that compiled code may refer to: any name of it may be an attribute."""
+    names = names_in(code)
+    found = {name: scope.lookup(name) for name in names}
+    pending, seen = list(found.items()), set[int]()
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, ModuleType) and not is_foreign(value) and id(value) not in seen:
+            seen.add(id(value))
+            members = {f"{path}.{name}": getattr(value, name, MISSING) for name in sorted(names)}
+            found |= members
+            pending += members.items()
+    return found
 
 
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:
