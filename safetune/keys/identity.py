@@ -153,7 +153,7 @@ def _code(value: Any, met: dict[int, Any]) -> Any:
         parts = [_code(item, met) for item in _parts(value)]
     if any(part is not None for part in parts):
         return parts if is_foreign_class(kind) else [_code_of_leaf(kind), parts]
-    is_own = not (is_foreign_class(kind) or isinstance(value, enum.Enum))
+    is_own = _has_functions(kind) if isinstance(value, enum.Enum) else not is_foreign_class(kind)
     return [_code_of_leaf(kind), None] if is_own else None
 
 
@@ -322,7 +322,8 @@ class Graph:
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, enum.Enum):
-            return {"enum": [kind.__name__, value.name, self.describe(value.value)]}
+            written = [self._class(kind)] if _has_functions(kind) else []
+            return {"enum": [kind.__name__, value.name, self.describe(value.value), *written]}
         if encoding.is_dtype(value):
             name, owner = encoding.dtype_name(value), kind.__module__.partition(".")[0]
             # A kernel that takes Triton's may not take torch's; of an argument they say the same.
@@ -413,13 +414,16 @@ class Graph:
 
     def _named_tuple(self, value: Any) -> Any:
         kind = type(value)
-        methods = {
+        classes = (cls for cls in reversed(kind.__mro__) if not is_foreign_class(cls))
+        members = {name: member for cls in classes for name, member in _members(cls).items()}
+        written = {
             name: self.describe(member)
-            for name, member in sorted(_members(kind).items())
-            if inspect.isfunction(member) and not name.startswith("_") and not is_foreign(member)
+            for name, member in sorted(members.items())
+            if name not in kind._fields and _is_of_the_user(name, member)
         }
         fields = [list(pair) for pair in zip(kind._fields, map(self.describe, value), strict=False)]
-        return {"namedtuple": [kind.__name__, fields, methods]}
+        held = sorted((name, self.describe(item)) for name, item in _held(value))
+        return {"namedtuple": [kind.__name__, fields, written, *([held] if held else [])]}
 
     def _foreign(self, value: Any) -> Any:
         """Describe an object of Python or the toolchain by its fields, or as pickle would."""
@@ -518,7 +522,7 @@ class Graph:
             written = cls if original_class is MISSING else original_class
         if issubclass(cls, enum.Enum):
             members = {name: member_value.value for name, member_value in cls.__members__.items()}
-            members |= {n: m for n, m in _members(cls).items() if _is_written(m)}
+            members |= {n: m for n, m in _members(cls).items() if _is_own_function(m)}
         else:
             members = {
                 name: member
@@ -630,6 +634,25 @@ def _members(cls: type) -> dict[str, Any]:
         name: next((getattr(member, part) for part in parts if hasattr(member, part)), member)
         for name, member in vars(cls).items()
     }
+
+
+def _is_own_function(member: Any) -> bool:
+    return inspect.isfunction(member) and not is_foreign(member)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_functions(cls: type) -> bool:
+    """Whether a class, or one below it, has functions of the user's."""
+    own = (base for base in cls.__mro__ if not is_foreign_class(base))
+    return any(_is_own_function(member) for base in own for member in _members(base).values())
+
+
+def _is_of_the_user(name: str, member: Any) -> bool:
+    """Whether a member of a named tuple's class is neither generated nor inherited from Python."""
+    if name.startswith("__"):
+        return _is_written(member)
+    generated = name in ("_fields", "_field_defaults")
+    return _is_own_function(member) if inspect.isfunction(member) else not generated
 
 
 def _is_written(member: Any) -> bool:
