@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -84,6 +85,24 @@ def test_a_dtype_is_part_of_the_key_wherever_the_argument_has_it(
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first == keys_of(wrapped(torch.float32))
+
+
+def test_a_constant_with_a_dtype_has_a_key_of_its_own_in_memory_as_in_the_store() -> None:
+    """The second dtype launched the choice of the first, and its own in the next process."""
+
+    def scaled(x, scale: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        tl.store(x, scale)
+
+    configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+    tuner = safetune(configs=configs, key=[])(JITFunction(scaled))
+    calls = [((torch.zeros(1), np.dtype(dtype).type(2)), {}) for dtype in ("float32", "float64")]
+    in_store = [
+        tuning_key(KernelIdentity("scaled", "0"), [], tuner.arg_names, {"scale": args[1]}, -1)
+        for args, _ in calls
+    ]
+    in_memory = [tuner.shapes.of(args, kwargs).key(args, kwargs) for args, kwargs in calls]
+    assert in_store[0] != in_store[1]
+    assert in_memory[0] != in_memory[1]
 
 
 def test_the_order_of_a_descriptors_dimensions_is_part_of_the_key() -> None:
