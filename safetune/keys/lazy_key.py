@@ -7,6 +7,7 @@ hooks at each launch. The program may have changed any of them since the classif
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType, ModuleType
@@ -15,9 +16,11 @@ from typing import Any
 from safetune import forks
 from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
-from safetune.keys.identity import base_function, is_own, layers
+from safetune.keys.identity import base_function, is_layer, is_own, layers
 from safetune.keys.kernel_text import calls_followed
 from safetune.keys.key_names import KeyReport, classes_of
+from safetune.keys.source_text import is_foreign
+from safetune.keys.text_facts import facts_of_function
 from safetune.keys.written_key import WrittenKey, during, of_a_library, warn_at
 from safetune.messages import logger
 from safetune.settings import PhantomPolicy
@@ -28,6 +31,9 @@ _one_at_a_time = forks.lock(threading.RLock)
 
 #: (read, argument, value): `read(argument)` was `value`.
 Fact = tuple[Callable[[Any], Any], Any, Any]
+
+#: Equal values of these are the same value, such as two equal lengths.
+_COMPARED = frozenset({int, bool, str, float})
 
 #: Attributes of a jit function, and of an interpreted one.
 _HOOKS = ("launch_metadata", "_repr", "kwargs")
@@ -105,6 +111,7 @@ class Basis:
 
     kernel: Any  # below the tuner
     text: tuple[Fact, ...]  # of the kernel and its callees, with the names that resolve to them
+    references: tuple[Fact, ...]  # of the other names that they read; none for a single config
     heuristics: tuple[Fact, ...]  # below the tuner, each with the layer below it
     hooks: tuple[Fact, ...]  # of the configs and of the kernel
 
@@ -114,15 +121,20 @@ class Basis:
 
     def is_of(self, kernel: Any) -> bool:
         """Whether this is the same kernel and nothing that affects its result has changed."""
-        return kernel is self.kernel and _hold(self.text) and _hold(self.heuristics)
+        facts = (self.text, self.heuristics, self.references)
+        return kernel is self.kernel and all(map(_hold, facts))
 
 
 def _hold(facts: tuple[Fact, ...]) -> bool:
-    return all(
-        (found := read(argument)) is value
-        or (type(found) is type(value) is int and found == value)  # two equal lengths
-        for read, argument, value in facts
-    )
+    return all(_is_same(read(argument), value) for read, argument, value in facts)
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    if found is value:
+        return True
+    while type(found).__name__ == type(value).__name__ == "constexpr":
+        found, value = found.value, value.value
+    return type(found) is type(value) and type(value) in _COMPARED and bool(found == value)
 
 
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
@@ -132,7 +144,29 @@ def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
     for caller, name, callee in calls_followed(kernel):
         text += [*_lookups(caller, name), _attribute(callee, "_src")]
     hooks = (*(_attribute(jit, name) for name in _HOOKS), *_of_configs(configs))
-    return Basis(kernel, tuple(text), tuple(_of_heuristics(kernel)), hooks)
+    references = tuple(_references(jit)) if len(configs) > 1 else ()
+    return Basis(kernel, tuple(text), references, tuple(_of_heuristics(kernel)), hooks)
+
+
+def _references(jit: Any) -> Iterator[Fact]:
+    """Yield the steps by which a kernel and its callees resolve all of their names.
+
+    A launch after a change compiles other code, so its trials belong to another identity.
+    """
+    pending, seen = [jit], set[FunctionType]()
+    while pending:
+        jit = pending.pop()
+        if jit.fn in seen:
+            continue
+        seen.add(jit.fn)
+        yield _attribute(jit, "_src")
+        facts = facts_of_function(jit, jit.fn)
+        for name in facts.names if facts else ():
+            value: Any = None
+            for read, argument, value in _lookups(jit.fn, name, in_modules=True):
+                yield read, argument, value
+            if is_layer(value) and inspect.isfunction(value.fn) and not is_foreign(value.fn):
+                pending.append(value)
 
 
 def _of_heuristics(kernel: Any) -> Iterator[Fact]:
@@ -155,8 +189,10 @@ def _attribute(owner: Any, name: str) -> Fact:
     return vars(owner).get, name, vars(owner).get(name)
 
 
-def _lookups(caller: FunctionType, name: str) -> Iterator[Fact]:
-    """Yield the steps by which a function resolves a dotted name."""
+def _lookups(caller: FunctionType, name: str, in_modules: bool = False) -> Iterator[Fact]:
+    """Yield the steps by which a function resolves a dotted name; only those `in_modules` of the
+    user, as an attribute of an object may be another one each time.
+    """
     first, *attributes = name.split(".")
     if first in caller.__code__.co_freevars:
         cell = (caller.__closure__ or ())[caller.__code__.co_freevars.index(first)]
@@ -166,6 +202,8 @@ def _lookups(caller: FunctionType, name: str) -> Iterator[Fact]:
         value = caller.__globals__.get(first)
         yield caller.__globals__.get, first, value
     for attribute in attributes:
+        if in_modules and not (isinstance(value, ModuleType) and not is_foreign(value)):
+            return
         if isinstance(value, ModuleType):
             read: Callable[[Any], Any] = vars(value).get
         else:

@@ -56,6 +56,31 @@ def enclosing(helper=ignores):
     return calls_a_closure, replace
 
 
+ADDED = tl.constexpr(1)
+
+
+@JITFunction
+def doubles(value):
+    return value * 2
+
+
+@JITFunction
+def triples(value):
+    return value * 3
+
+
+@JITFunction
+def adds(value):
+    return doubles(value) + ADDED + helpers.AMOUNT
+
+
+helpers.AMOUNT = tl.constexpr(2)  # type: ignore[attr-defined]
+
+
+def computes(out, n, T, BLOCK: tl.constexpr):
+    tl.store(out, adds(n + T))
+
+
 def other(out, n, T, BLOCK: tl.constexpr):
     tl.store(out, n + T)
 
