@@ -396,7 +396,7 @@ class Graph:
             if not self._of_call:
                 self.nameless.append(value)
             return {"tensor": encoding.dtype_name(getattr(value, "dtype", kind))}
-        if hasattr(value, "block_shape") and hasattr(value, "base"):
+        if encoding.is_descriptor(value):
             return {"descriptor": [self.describe(value.base), self.describe([*value.block_shape])]}
         if isinstance(value, type(os.environ)):  # it differs between any two processes
             return {"object": "environ"}

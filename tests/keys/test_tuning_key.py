@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
 from safetune.keys import tuning_key as key_module
-from safetune.keys.identity import kernel_identity
+from safetune.keys.identity import encode, kernel_identity
 from safetune.keys.tuning_key import KernelIdentity, tuning_key
 from tests.backends import FakeBackend, launching_on
 
@@ -85,6 +86,36 @@ def test_a_dtype_is_part_of_the_key_wherever_the_argument_has_it(
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first == keys_of(wrapped(torch.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A constant of a user's own, with attributes that arguments of Triton have too."""
+
+    block_shape: Any = (16, 16)
+    base: Any = 1
+    dtype: Any = None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Tile(), Tile(base=2)),
+        (Tile(dtype=["float16"]), Tile(dtype=["float32"])),
+        (Tile(dtype=()), Tile(dtype=("float32",))),
+    ],
+    ids=["block_shape and base", "a list as dtype", "a tuple as dtype"],
+)
+def test_a_constant_is_no_tensor_or_descriptor_for_an_attribute_that_those_have(
+    one: Any, other: Any
+) -> None:
+    """A launch raised AttributeError, TypeError or IndexError, which stock Triton does not."""
+    first, second = keys_of(one), keys_of(other)
+    hash((first, second))
+    if one.dtype is not None:
+        assert first[0] != second[0]
+        assert first[1] != second[1]
+    assert encode(one, of_call=True) != encode(other, of_call=True)
 
 
 def test_a_constant_with_a_dtype_has_a_key_of_its_own_in_memory_as_in_the_store() -> None:
