@@ -48,6 +48,7 @@ class LazyKey:
         self._policy = policy
         self._basis: Basis | None = None
         self._holds = False
+        self._references: tuple[Fact, ...] = ()
         self._of_a_library = of_a_library.get()  # where the tuner is made
 
     def __copy__(self) -> LazyKey:
@@ -57,7 +58,7 @@ class LazyKey:
 
     def __getstate__(self) -> dict[str, Any]:
         """A tuner travels with a hook that launches it; the process there classifies again."""
-        return {**self.__dict__, "_basis": None, "_holds": False}
+        return {**self.__dict__, "_basis": None, "_holds": False, "_references": ()}
 
     def write(self, written: WrittenKey) -> None:
         """Replace the key."""
@@ -85,6 +86,18 @@ class LazyKey:
         assert self._basis is not None
         return self._basis
 
+    def names_hold(self, kernel: Any) -> bool:
+        """Whether all names that the kernel and its callees read mean what they did at the last
+        call.
+
+        If not, other code is compiled for a new key, so its trials belong to another identity. A
+        known key launches what is compiled.
+        """
+        if self._references and _hold(self._references):
+            return True
+        self._references = _references(kernel)
+        return False
+
     def _classify(self, tuner: Any) -> None:
         basis = basis_of(tuner.fn, tuner.configs)  # first, so that a change meanwhile is noticed
         hooks, (early, model) = tuner.hooks, tuner.prune_functions
@@ -111,7 +124,6 @@ class Basis:
 
     kernel: Any  # below the tuner
     text: tuple[Fact, ...]  # of the kernel and its callees, with the names that resolve to them
-    references: tuple[Fact, ...]  # of the other names that they read; none for a single config
     heuristics: tuple[Fact, ...]  # below the tuner, each with the layer below it
     hooks: tuple[Fact, ...]  # of the configs and of the kernel
 
@@ -121,17 +133,17 @@ class Basis:
 
     def is_of(self, kernel: Any) -> bool:
         """Whether this is the same kernel and nothing that affects its result has changed."""
-        facts = (self.text, self.heuristics, self.references)
-        return kernel is self.kernel and all(map(_hold, facts))
+        return kernel is self.kernel and _hold(self.text) and _hold(self.heuristics)
 
 
 def _hold(facts: tuple[Fact, ...]) -> bool:
-    return all(_is_same(read(argument), value) for read, argument, value in facts)
+    return all(
+        (found := read(argument)) is value or _is_same(found, value)
+        for read, argument, value in facts
+    )
 
 
 def _is_same(found: Any, value: Any) -> bool:
-    if found is value:
-        return True
     while type(found).__name__ == type(value).__name__ == "constexpr":
         found, value = found.value, value.value
     return type(found) is type(value) and type(value) in _COMPARED and bool(found == value)
@@ -144,29 +156,29 @@ def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
     for caller, name, callee in calls_followed(kernel):
         text += [*_lookups(caller, name), _attribute(callee, "_src")]
     hooks = (*(_attribute(jit, name) for name in _HOOKS), *_of_configs(configs))
-    references = tuple(_references(jit)) if len(configs) > 1 else ()
-    return Basis(kernel, tuple(text), references, tuple(_of_heuristics(kernel)), hooks)
+    return Basis(kernel, tuple(text), tuple(_of_heuristics(kernel)), hooks)
 
 
-def _references(jit: Any) -> Iterator[Fact]:
-    """Yield the steps by which a kernel and its callees resolve all of their names.
-
-    A launch after a change compiles other code, so its trials belong to another identity.
-    """
-    pending, seen = [jit], set[FunctionType]()
+def _references(kernel: Any) -> tuple[Fact, ...]:
+    """Return the steps by which a kernel and its callees resolve all of their names."""
+    facts: dict[Any, Fact] = {}
+    pending, seen = [base_function(kernel)[0]], set[FunctionType]()
     while pending:
         jit = pending.pop()
         if jit.fn in seen:
             continue
         seen.add(jit.fn)
-        yield _attribute(jit, "_src")
-        facts = facts_of_function(jit, jit.fn)
-        for name in facts.names if facts else ():
+        facts[id(jit)] = _attribute(jit, "_src")
+        text_facts = facts_of_function(jit, jit.fn)
+        for name in text_facts.names if text_facts else ():
             value: Any = None
             for read, argument, value in _lookups(jit.fn, name, in_modules=True):
-                yield read, argument, value
+                owner = id(getattr(read, "__self__", argument))  # a dictionary or a cell
+                step = argument if isinstance(argument, str) else ""
+                facts[owner, step] = read, argument, value
             if is_layer(value) and inspect.isfunction(value.fn) and not is_foreign(value.fn):
                 pending.append(value)
+    return tuple(facts.values())
 
 
 def _of_heuristics(kernel: Any) -> Iterator[Fact]:

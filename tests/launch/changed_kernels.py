@@ -69,9 +69,19 @@ def triples(value):
     return value * 3
 
 
-@JITFunction
-def adds(value):
-    return doubles(value) + ADDED + helpers.AMOUNT
+def _adding(helper=doubles):
+    @JITFunction
+    def adds(value):
+        return doubles(value) + helper(value) + ADDED + helpers.AMOUNT
+
+    def replace(other):
+        nonlocal helper
+        helper = other
+
+    return adds, replace
+
+
+adds, replace_doubles = _adding()
 
 
 helpers.AMOUNT = tl.constexpr(2)  # type: ignore[attr-defined]
