@@ -422,6 +422,12 @@ def imports_of(node: ast.Import | ast.ImportFrom) -> list[Import]:
     ]
 
 
+def imports_in(tree: ast.AST) -> list[Import]:
+    """Return what the import statements anywhere in `tree` bind, sorted."""
+    statements = (n for n in walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)))
+    return sorted(each for statement in statements for each in imports_of(statement))
+
+
 def names_in(code: CodeType) -> frozenset[str]:
     """Return the names that compiled code refers to, with those of the code in it."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))

@@ -31,14 +31,13 @@ from safetune.keys.source_text import (
     dotted,
     file_text,
     files_in,
-    imports_of,
+    imports_in,
     nodes_of,
     package_of,
     segment,
     source_of,
     tree_of,
     undecorated,
-    walk,
 )
 from safetune.settings import Mode, Settings
 
@@ -78,7 +77,7 @@ def _read(text: str) -> list[Any]:
     match tree.body:
         case [ast.FunctionDef() as function]:
             uses = run_order.uses_of(function)
-    return [canonical(text), names, _imports_in(tree), uses]
+    return [canonical(text), names, imports_in(tree), uses]
 
 
 def facts_of_function(jit: Any, function: FunctionType) -> Facts | None:
@@ -111,13 +110,8 @@ def _in_its_file(function: FunctionType) -> list[Any] | None:
     found = [node for node in nodes_of(function) if compiles_to(node, function)]
     names = {dotted(name) for node in found for name in run_order.free_names(undecorated(node))}
     texts = sorted({canonical(segment(text, node)) for node in found})
-    imports = [each for node in found for each in _imports_in(node)]
+    imports = [each for node in found for each in imports_in(node)]
     return ["\n".join(texts), sorted(names), imports] if found else None
-
-
-def _imports_in(tree: ast.AST) -> list[Import]:
-    statements = (n for n in walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)))
-    return sorted(each for statement in statements for each in imports_of(statement))
 
 
 @functools.lru_cache(maxsize=64)

@@ -622,6 +622,8 @@ CALLS_OF_A_MODULE = {
     "import of a package": "def hook(a):\n    import outer.inner\n    return outer.inner.go(a)",
     "import as": "def hook(args):\n    import outer.inner as name\n    return name.go(args)",
     "from a package": "def hook(args):\n    from outer import inner\n    return inner.go(args)",
+    "import that may fail": "def hook(a):\n    try:\n        from helpers import go\n"
+    "    except ImportError:\n        go = len\n    return go(a)",
     "relative": "from outer.user import hook",
 }
 OTHER_MODULES = {
