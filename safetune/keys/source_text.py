@@ -197,7 +197,8 @@ class Scope:
     def lookup(self, name: str) -> Any:
         """Return the value of `name`, or `MISSING`."""
         if name in self._imports:
-            return _imported(self._imports[name], self._globals.get("__package__"))
+            package = self._globals.get("__package__") or self._globals.get("__name__", "")
+            return _imported(self._imports[name], package)
         if name in self._closure:
             return self._closure[name]
         return self._globals.get(name, MISSING)
@@ -211,34 +212,37 @@ class Scope:
         return value
 
 
-def _imported(wanted: Import, package: str | None) -> Any:
-    """Return what an import in a function binds, imported now; `MISSING` if that fails.
+def _imported(wanted: Import, package: str) -> Any:
+    """Return what an import in a function of `package` binds, imported now; `MISSING` if that
+    fails.
 
-    Names of Python and the toolchain are `MISSING`: the text has them.
+    Python, the toolchain and other installed packages are `MISSING`, as the text has their names:
+    an import may be in a function because it takes long.
     """
     try:
         module = importlib.util.resolve_name("." * wanted.level + wanted.module, package)
         top = module.partition(".")[0]
-        if _is_foreign_package(top):
+        if top != package.partition(".")[0] and _is_library(top):
             return MISSING
         owner = importlib.import_module(module)
         if wanted.name == ".":
             return sys.modules[top]
         if wanted.name and not hasattr(owner, wanted.name):
             return importlib.import_module(f"{module}.{wanted.name}")
-    except Exception:  # of the module's own code
+    except (Exception, SystemExit):  # of the module's own code
         return MISSING
     return getattr(owner, wanted.name) if wanted.name else owner
 
 
-def _is_foreign_package(name: str) -> bool:
-    """Whether a package belongs to Python or the toolchain, without importing it."""
-    module = sys.modules.get(name)
-    if module is not None:
-        return is_foreign(module)
+def _is_library(name: str) -> bool:
+    """Whether a package is Python's, the toolchain's or installed, without importing it."""
     spec = importlib.util.find_spec(name)
     origin = "built-in" if spec is None or spec.origin == "frozen" else str(spec.origin)
-    return name in _TOOLCHAIN or _is_installed(name, origin)
+    return name in _TOOLCHAIN or _is_in_packages(origin) or _is_installed(name, origin)
+
+
+def _is_in_packages(path: str) -> bool:
+    return bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
 
 
 def is_foreign(defined: ModuleType | FunctionType) -> bool:
@@ -275,8 +279,8 @@ def _is_installed(package: str, file: str) -> bool:
     """Whether a file is of the standard library, or of the toolchain's package of this name."""
     path = os.path.normpath(file)  # not by the working directory, which may be gone
     if package in sys.stdlib_module_names:
-        installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
-        return file == "built-in" or (not installed and path.startswith(_standard_library()))
+        in_library = not _is_in_packages(path) and path.startswith(_standard_library())
+        return file == "built-in" or in_library
     if package not in _TOOLCHAIN:
         return False
     folder = next(iter(getattr(sys.modules.get(package), "__path__", ())), "")

@@ -658,6 +658,30 @@ def test_a_hook_changes_with_the_function_that_it_calls_in_another_module(
     assert identity_of("1") != identity_of("2")
 
 
+@pytest.mark.parametrize("importer", ["a_script", "a_package.user"])
+def test_an_installed_package_that_a_function_imports_counts_only_within_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importer: str
+) -> None:
+    """A reference function may import a package that takes seconds: no launch waits for it."""
+    folder = tmp_path / "site-packages" / "a_package"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder.parent))
+
+    def identity_of(result: str) -> Any:
+        (folder / "__init__.py").write_text(f"def go(args): return {result}\n")
+        text = "def hook(args):\n    from a_package import go\n    return go(args)\n"
+        for name in ("a_package", "a_package.user", "a_script"):
+            sys.modules.pop(name, None)
+        scope = {"__name__": importer, "__package__": importer.rpartition(".")[0]}
+        linecache.cache["<a>"] = (len(text), None, text.splitlines(True), "<a>")
+        exec(compile(text, "<a>", "exec"), scope)
+        return hook_identity(scope["hook"]), sys.modules.pop("a_package", None) is not None
+
+    (one, was_imported), (other, _) = identity_of("1"), identity_of("2")
+    is_inside = importer != "a_script"
+    assert (one != other, was_imported) == (is_inside, is_inside)
+
+
 def test_an_import_in_a_function_that_fails_ends_no_launch(tmp_path: Path) -> None:
     text = "def hook(args):\n    from no_such import go\n    import torch.no_such\n    go(args)\n"
     function = phantom_kernels.load(tmp_path, text).hook
