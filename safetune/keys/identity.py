@@ -136,7 +136,7 @@ def code_of(value: Any) -> Any:
 
 def _code(value: Any, met: dict[int, Any]) -> Any:
     """Return the functions of a value, each visited once: `met` has their ids."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in PLAIN or kind is float or hasattr(value, "data_ptr") or encoding.is_dtype(value):
         return None
     if isinstance(value, (encoding.TensorType, encoding.DescriptorType, ModuleType)):
@@ -316,7 +316,7 @@ class Graph:
             return {"cut": type(value).__name__}
         while type(value).__name__ == "constexpr":
             value = value.value
-        kind = type(value)
+        kind: Any = type(value)
         if kind in PLAIN:
             return value
         if kind is float:

@@ -403,7 +403,7 @@ def _compiles_to(node: FunctionNode, code: CodeType, imported: str) -> bool:
 @functools.lru_cache(KEPT_TREES)
 def _imported_names(text: str) -> frozenset[str]:
     """Return the names that the imports of a file bind in its module."""
-    names, pending = set[str](), [*parse(text).body]
+    names, pending = set[str](), children(parse(text))
     while pending:
         node: Any = pending.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
