@@ -227,8 +227,12 @@ def code_generation_switches() -> dict[str, str]:
 
     switches = dict(get_cache_invalidating_env_vars())
     switches["default_fp_fusion"] = knobs.language.default_fp_fusion
-    rare = (knobs.compilation, "instrumentation_mode"), (knobs.nvidia, "ptxas_options")
-    switches |= {name: value for of, name in rare if (value := getattr(of, name))}
+    rare = [
+        *((knobs.runtime, "debug"), (knobs.compilation, "instrumentation_mode")),
+        *((knobs.compilation, "override"), (knobs.compilation, "fpsan_homomorphic_casts")),
+        *((knobs.nvidia, name) for name in ("ptxas_options", "mock_ptx_version", "libdevice_path")),
+    ]
+    switches |= {name: value for of, name in rare if (value := getattr(of, name, None))}
     return {str(name): str(value) for name, value in switches.items()}
 
 
@@ -411,12 +415,16 @@ def replace_tuner_methods(run: Function, bench: Function) -> None:
 
 
 def knobs_set_in_code() -> dict[str, dict[str, Any]]:
-    """Return the Triton knobs set in code, by group; the others follow environment variables."""
+    """Return the Triton knobs set in code, by group; the others follow environment variables.
+
+    Also those that the import of Triton has set: the variable may have changed since.
+    """
     from triton import knobs
 
     groups: dict[str, dict[str, Any]] = {}
     for name, group in vars(knobs).items():
-        for knob, value in vars(group).items() if isinstance(group, knobs.base_knobs) else ():
+        is_group = isinstance(group, knobs.base_knobs)
+        for knob, value in {**vars(type(group)), **vars(group)}.items() if is_group else ():
             if isinstance(value, (bool, int, str)) and not knob.startswith("_"):
                 groups.setdefault(name, {})[knob] = value
     return groups

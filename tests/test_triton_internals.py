@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -40,6 +40,9 @@ from safetune.both import backend
 from safetune.keys.tuning_key import current_index
 from safetune.miss.resolve import why_not_isolated
 from tests.backends import launching_on
+
+if TYPE_CHECKING:
+    from tests.conftest import FreshProcess
 
 pytestmark = pytest.mark.internals
 
@@ -252,6 +255,28 @@ class TestDriver:
         assert all(isinstance(text, str) for pair in before.items() for text in pair)
         monkeypatch.setitem(vars(knobs.language), "default_fp_fusion", False)
         assert triton_internals.code_generation_switches() != before
+
+    @pytest.mark.parametrize(
+        ("group", "name", "value"),
+        [
+            ("runtime", "debug", True),
+            ("compilation", "override", True),
+            ("compilation", "fpsan_homomorphic_casts", True),
+            ("nvidia", "mock_ptx_version", "8.0"),
+            ("nvidia", "libdevice_path", "/libdevice.bc"),
+        ],
+    )
+    def test_a_knob_that_changes_the_code_is_a_switch_once_it_is_set(
+        self, monkeypatch: pytest.MonkeyPatch, group: str, name: str, value: Any
+    ) -> None:
+        """A kernel with checks of overflows (TRITON_DEBUG) shared its choices with the one
+        without.
+        """
+        if not hasattr(getattr(knobs, group), name):
+            pytest.skip("this Triton has no such knob")
+        before = triton_internals.code_generation_switches()
+        monkeypatch.setitem(vars(getattr(knobs, group)), name, value)
+        assert triton_internals.code_generation_switches() == {**before, name: str(value)}
 
     def test_options_of_ptxas_are_a_switch_that_triton_itself_does_not_list(
         self, monkeypatch: pytest.MonkeyPatch
@@ -674,6 +699,20 @@ class TestKnobs:
         assert knobs.compilation.always_compile is True
         triton_internals.set_knobs({})
         assert triton_internals.knobs_set_in_code() == before
+
+    def test_one_that_the_import_has_read_travels_although_its_variable_has_changed(
+        self, fresh_process: FreshProcess
+    ) -> None:
+        """A child imports Triton later, and measured code with checks that the caller's lacks."""
+        program = (
+            "import os, triton\n"
+            "from safetune import triton_internals\n"
+            'os.environ["TRITON_DEBUG"] = "1"\n'
+            "travelling = triton_internals.knobs_set_in_code()\n"
+            'print(travelling["runtime"]["debug"], triton.knobs.runtime.debug)\n'
+        )
+        travelling, own = fresh_process(program).stdout.split()
+        assert travelling == own == "False"
 
     def test_a_knob_of_the_environment_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(os.environ, "TRITON_ALWAYS_COMPILE", "1")

@@ -128,7 +128,7 @@ def descriptors(arguments: dict[str, Any]) -> tuple[Fact, ...]:
     return tuple(
         (name, "descriptor", encoding.element_type(value))
         for name, value in arguments.items()
-        if hasattr(value, "block_shape")
+        if encoding.is_descriptor(value)
     )
 
 

@@ -419,8 +419,9 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         buckets = {name: bucket.function for name, bucket in self.key_names.buckets.items()}
         around = self.hooks.identity_parts()
         around = (*around, buckets) if buckets else around
+        names_hold = self.lazy_key.names_hold(self.fn)  # first, to notice a change meanwhile
         known: tuple[Any, KernelIdentity] | None = self.__dict__.get("_identity")
-        if known is None or known[0] != around:
+        if known is None or known[0] != around or not names_hold:
             known = around, kernel_identity(self.fn, around)
             self.__dict__["_identity"] = known
         return known[1]

@@ -59,14 +59,19 @@ def element_type(value: Any) -> Any:
     """
     dtype = getattr(value, "dtype", None)
     if dtype is not None:
-        return dtype
+        return dtype if is_dtype(dtype) else dtype_name(dtype)
     if isinstance(value, (tuple, list)):
         parts = tuple(map(element_type, value))
         return parts if any(part is not None for part in parts) else None
-    if hasattr(value, "block_shape") and hasattr(value, "base"):
+    if is_descriptor(value):
         base = value.base.stride() if hasattr(value.base, "stride") else ()
         return "descriptor", element_type(value.base), _order(value.strides), _order(base)
     return value.element_type if isinstance(value, DescriptorType) else None
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether an argument is a tensor descriptor, of Triton or of a compiler that traces one."""
+    return all(hasattr(value, name) for name in ("block_shape", "strides", "base"))
 
 
 def _order(strides: Sequence[int]) -> tuple[int, ...]:

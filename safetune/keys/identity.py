@@ -44,6 +44,7 @@ from safetune.keys.source_text import (
     is_foreign,
     is_foreign_class,
     is_heap_class,
+    names_in,
     nodes_of,
     source_of,
 )
@@ -135,7 +136,7 @@ def code_of(value: Any) -> Any:
 
 def _code(value: Any, met: dict[int, Any]) -> Any:
     """Return the functions of a value, each visited once: `met` has their ids."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in PLAIN or kind is float or hasattr(value, "data_ptr") or encoding.is_dtype(value):
         return None
     if isinstance(value, (encoding.TensorType, encoding.DescriptorType, ModuleType)):
@@ -152,7 +153,7 @@ def _code(value: Any, met: dict[int, Any]) -> Any:
         parts = [_code(item, met) for item in _parts(value)]
     if any(part is not None for part in parts):
         return parts if is_foreign_class(kind) else [_code_of_leaf(kind), parts]
-    is_own = not (is_foreign_class(kind) or isinstance(value, enum.Enum))
+    is_own = _has_functions(kind) if isinstance(value, enum.Enum) else not is_foreign_class(kind)
     return [_code_of_leaf(kind), None] if is_own else None
 
 
@@ -315,13 +316,14 @@ class Graph:
             return {"cut": type(value).__name__}
         while type(value).__name__ == "constexpr":
             value = value.value
-        kind = type(value)
+        kind: Any = type(value)
         if kind in PLAIN:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, enum.Enum):
-            return {"enum": [kind.__name__, value.name, self.describe(value.value)]}
+            written = [self._class(kind)] if _has_functions(kind) else []
+            return {"enum": [kind.__name__, value.name, self.describe(value.value), *written]}
         if encoding.is_dtype(value):
             name, owner = encoding.dtype_name(value), kind.__module__.partition(".")[0]
             # A kernel that takes Triton's may not take torch's; of an argument they say the same.
@@ -394,7 +396,7 @@ class Graph:
             if not self._of_call:
                 self.nameless.append(value)
             return {"tensor": encoding.dtype_name(getattr(value, "dtype", kind))}
-        if hasattr(value, "block_shape") and hasattr(value, "base"):
+        if encoding.is_descriptor(value):
             return {"descriptor": [self.describe(value.base), self.describe([*value.block_shape])]}
         if isinstance(value, type(os.environ)):  # it differs between any two processes
             return {"object": "environ"}
@@ -412,13 +414,16 @@ class Graph:
 
     def _named_tuple(self, value: Any) -> Any:
         kind = type(value)
-        methods = {
+        classes = (cls for cls in reversed(kind.__mro__) if not is_foreign_class(cls))
+        members = {name: member for cls in classes for name, member in _members(cls).items()}
+        written = {
             name: self.describe(member)
-            for name, member in sorted(_members(kind).items())
-            if inspect.isfunction(member) and not name.startswith("_") and not is_foreign(member)
+            for name, member in sorted(members.items())
+            if name not in kind._fields and _is_of_the_user(name, member)
         }
         fields = [list(pair) for pair in zip(kind._fields, map(self.describe, value), strict=False)]
-        return {"namedtuple": [kind.__name__, fields, methods]}
+        held = sorted((name, self.describe(item)) for name, item in _held(value))
+        return {"namedtuple": [kind.__name__, fields, written, *([held] if held else [])]}
 
     def _foreign(self, value: Any) -> Any:
         """Describe an object of Python or the toolchain by its fields, or as pickle would."""
@@ -517,7 +522,7 @@ class Graph:
             written = cls if original_class is MISSING else original_class
         if issubclass(cls, enum.Enum):
             members = {name: member_value.value for name, member_value in cls.__members__.items()}
-            members |= {n: m for n, m in _members(cls).items() if _is_written(m)}
+            members |= {n: m for n, m in _members(cls).items() if _is_own_function(m)}
         else:
             members = {
                 name: member
@@ -547,13 +552,12 @@ class Graph:
         return data
 
     def _function(self, jit: Any, function: FunctionType) -> Any:
-        scope, facts = Scope(function), facts_of_function(jit, function)
-        code = function.__code__
+        facts, code = facts_of_function(jit, function), function.__code__
         if facts is None:  # only the compiled code identifies it: that depends on Python's version
             text = encoding.dumps(code_record(code))
-            references = {n: scope.lookup(n) for n in (*code.co_names, *code.co_freevars)}
+            references = _references_of(code, Scope(function))
         else:
-            text = facts.text
+            text, scope = facts.text, Scope(function, facts.imports)
             references = {name: _resolve(name, scope) for name in facts.names}
         references["__wrapped__"] = getattr(function, "__wrapped__", MISSING)
         held = {*code.co_freevars}
@@ -632,6 +636,25 @@ def _members(cls: type) -> dict[str, Any]:
     }
 
 
+def _is_own_function(member: Any) -> bool:
+    return inspect.isfunction(member) and not is_foreign(member)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_functions(cls: type) -> bool:
+    """Whether a class, or one below it, has functions of the user's."""
+    own = (base for base in cls.__mro__ if not is_foreign_class(base))
+    return any(_is_own_function(member) for base in own for member in _members(base).values())
+
+
+def _is_of_the_user(name: str, member: Any) -> bool:
+    """Whether a member of a named tuple's class is neither generated nor inherited from Python."""
+    if name.startswith("__"):
+        return _is_written(member)
+    generated = name in ("_fields", "_field_defaults")
+    return _is_own_function(member) if inspect.isfunction(member) else not generated
+
+
 def _is_written(member: Any) -> bool:
     """Whether a special method is written in a file; a dataclass's are generated."""
     return inspect.isfunction(member) and bool(nodes_of(member))
@@ -649,6 +672,21 @@ def _resolve(name: str, scope: Scope) -> Any:
             return value
         value = getattr(value, attribute, MISSING)
     return value
+
+
+def _references_of(code: CodeType, scope: Scope) -> dict[str, Any]:
+    """Return the values that compiled code may refer to: any name of it may be an attribute."""
+    names = names_in(code)
+    found = {name: scope.lookup(name) for name in names}
+    pending, seen = list(found.items()), set[int]()
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, ModuleType) and not is_foreign(value) and id(value) not in seen:
+            seen.add(id(value))
+            members = {f"{path}.{name}": getattr(value, name, MISSING) for name in sorted(names)}
+            found |= members
+            pending += members.items()
+    return found
 
 
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:

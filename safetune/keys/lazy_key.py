@@ -7,6 +7,7 @@ hooks at each launch. The program may have changed any of them since the classif
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType, ModuleType
@@ -15,9 +16,11 @@ from typing import Any
 from safetune import forks
 from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
-from safetune.keys.identity import base_function, is_own, layers
+from safetune.keys.identity import base_function, is_layer, is_own, layers
 from safetune.keys.kernel_text import calls_followed
 from safetune.keys.key_names import KeyReport, classes_of
+from safetune.keys.source_text import is_foreign
+from safetune.keys.text_facts import facts_of_function
 from safetune.keys.written_key import WrittenKey, during, of_a_library, warn_at
 from safetune.messages import logger
 from safetune.settings import PhantomPolicy
@@ -28,6 +31,9 @@ _one_at_a_time = forks.lock(threading.RLock)
 
 #: (read, argument, value): `read(argument)` was `value`.
 Fact = tuple[Callable[[Any], Any], Any, Any]
+
+#: Equal values of these are the same value, such as two equal lengths.
+_COMPARED = frozenset({int, bool, str, float})
 
 #: Attributes of a jit function, and of an interpreted one.
 _HOOKS = ("launch_metadata", "_repr", "kwargs")
@@ -42,6 +48,7 @@ class LazyKey:
         self._policy = policy
         self._basis: Basis | None = None
         self._holds = False
+        self._references: tuple[Fact, ...] = ()
         self._of_a_library = of_a_library.get()  # where the tuner is made
 
     def __copy__(self) -> LazyKey:
@@ -51,7 +58,7 @@ class LazyKey:
 
     def __getstate__(self) -> dict[str, Any]:
         """A tuner travels with a hook that launches it; the process there classifies again."""
-        return {**self.__dict__, "_basis": None, "_holds": False}
+        return {**self.__dict__, "_basis": None, "_holds": False, "_references": ()}
 
     def write(self, written: WrittenKey) -> None:
         """Replace the key."""
@@ -78,6 +85,18 @@ class LazyKey:
         self.report(tuner)
         assert self._basis is not None
         return self._basis
+
+    def names_hold(self, kernel: Any) -> bool:
+        """Whether all names that the kernel and its callees read mean what they did at the last
+        call.
+
+        If not, other code is compiled for a new key, so its trials belong to another identity. A
+        known key launches what is compiled.
+        """
+        if self._references and _hold(self._references):
+            return True
+        self._references = _references(kernel)
+        return False
 
     def _classify(self, tuner: Any) -> None:
         basis = basis_of(tuner.fn, tuner.configs)  # first, so that a change meanwhile is noticed
@@ -119,10 +138,15 @@ class Basis:
 
 def _hold(facts: tuple[Fact, ...]) -> bool:
     return all(
-        (found := read(argument)) is value
-        or (type(found) is type(value) is int and found == value)  # two equal lengths
+        (found := read(argument)) is value or _is_same(found, value)
         for read, argument, value in facts
     )
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    while type(found).__name__ == type(value).__name__ == "constexpr":
+        found, value = found.value, value.value
+    return type(found) is type(value) and type(value) in _COMPARED and bool(found == value)
 
 
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
@@ -133,6 +157,28 @@ def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
         text += [*_lookups(caller, name), _attribute(callee, "_src")]
     hooks = (*(_attribute(jit, name) for name in _HOOKS), *_of_configs(configs))
     return Basis(kernel, tuple(text), tuple(_of_heuristics(kernel)), hooks)
+
+
+def _references(kernel: Any) -> tuple[Fact, ...]:
+    """Return the steps by which a kernel and its callees resolve all of their names."""
+    facts: dict[Any, Fact] = {}
+    pending, seen = [base_function(kernel)[0]], set[FunctionType]()
+    while pending:
+        jit = pending.pop()
+        if jit.fn in seen:
+            continue
+        seen.add(jit.fn)
+        facts[id(jit)] = _attribute(jit, "_src")
+        text_facts = facts_of_function(jit, jit.fn)
+        for name in text_facts.names if text_facts else ():
+            value: Any = None
+            for read, argument, value in _lookups(jit.fn, name, in_modules=True):
+                owner = id(getattr(read, "__self__", argument))  # a dictionary or a cell
+                step = argument if isinstance(argument, str) else ""
+                facts[owner, step] = read, argument, value
+            if is_layer(value) and inspect.isfunction(value.fn) and not is_foreign(value.fn):
+                pending.append(value)
+    return tuple(facts.values())
 
 
 def _of_heuristics(kernel: Any) -> Iterator[Fact]:
@@ -155,8 +201,10 @@ def _attribute(owner: Any, name: str) -> Fact:
     return vars(owner).get, name, vars(owner).get(name)
 
 
-def _lookups(caller: FunctionType, name: str) -> Iterator[Fact]:
-    """Yield the steps by which a function resolves a dotted name."""
+def _lookups(caller: FunctionType, name: str, in_modules: bool = False) -> Iterator[Fact]:
+    """Yield the steps by which a function resolves a dotted name; only those `in_modules` of the
+    user, as an attribute of an object may be another one each time.
+    """
     first, *attributes = name.split(".")
     if first in caller.__code__.co_freevars:
         cell = (caller.__closure__ or ())[caller.__code__.co_freevars.index(first)]
@@ -166,6 +214,8 @@ def _lookups(caller: FunctionType, name: str) -> Iterator[Fact]:
         value = caller.__globals__.get(first)
         yield caller.__globals__.get, first, value
     for attribute in attributes:
+        if in_modules and not (isinstance(value, ModuleType) and not is_foreign(value)):
+            return
         if isinstance(value, ModuleType):
             read: Callable[[Any], Any] = vars(value).get
         else:

@@ -329,8 +329,7 @@ class CallShape:
                 parts += [f"plain({value})", f"{value}.__class__"] if value else ["None", "None"]
         for name in self._parameters:
             value = self._where.get(name)
-            if name not in self._constexprs:
-                parts.append(f"type_of({value})" if value else "None")
+            parts.append(f"type_of({value})" if value else "None")
             if value and name not in keys:
                 parts.append(f"None if {value}.__class__ in without_code else code({value})")
         for name, value in sorted(self._where.items()):

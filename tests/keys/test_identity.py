@@ -62,6 +62,13 @@ class Pair(NamedTuple):
     second: Any = 0
 
 
+class Triple(Pair):
+    third: Any = 0
+
+    def __init__(self, *_: Any) -> None:
+        self.held = self.third
+
+
 class Text(str):
     __slots__ = ()
 
@@ -126,6 +133,55 @@ def made_class(by: Any) -> type:
     return Made
 
 
+def triple(by: Any) -> Any:
+    value = Triple(1)
+    value.held = by
+    return value
+
+
+def pair_with_a_constant(by: Any) -> Any:
+    class Sized(Pair):
+        __slots__ = ()
+        SIZE = by
+
+    class Sub(Sized):
+        __slots__ = ()
+
+    return Sub(1)
+
+
+def pair_with_a_private_method(by: Any) -> Any:
+    class Sized(NamedTuple):
+        first: int = 1
+
+        def _size(self) -> Any:
+            return by
+
+    return Sized()
+
+
+def member_with_a_property(by: Any) -> Any:
+    class Sized(enum.Enum):
+        A = 1
+
+        @property
+        def size(self) -> Any:
+            return by
+
+    return Sized.A
+
+
+def member_with_a_method_of_a_base(by: Any) -> Any:
+    class Base:
+        def size(self) -> Any:
+            return by
+
+    class Sized(Base, enum.Enum):
+        A = 1
+
+    return Sized.A
+
+
 def linked(by: Any) -> Any:
     first, second = Policy(by), Policy(None)
     first.stages, second.stages = [second, by], {"back": first}
@@ -157,9 +213,14 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "object with fn": Wrapper,
     "dataclass": lambda by: Hidden("p", by),
     "named tuple": Pair,
+    "attribute of a named tuple": triple,
+    "constant of a named tuple's base": pair_with_a_constant,
+    "method of a named tuple": pair_with_a_private_method,
     "class": made_class,
     "instance of a class": lambda by: made_class(by)(),
     "enum": lambda by: enum.Enum("E", {"A": by}).A,  # type: ignore[attr-defined]
+    "property of an enum": member_with_a_property,
+    "method of an enum's base": member_with_a_method_of_a_base,
     "str": lambda by: Text(by),
     "array": lambda by: np.concatenate([np.zeros(2000), [by]]),
     "array of objects": lambda by: np.array([None, str(by)], dtype=object),

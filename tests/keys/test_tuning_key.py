@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -19,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import safetune
 from safetune.keys import tuning_key as key_module
-from safetune.keys.identity import kernel_identity
+from safetune.keys.identity import encode, kernel_identity
 from safetune.keys.tuning_key import KernelIdentity, tuning_key
 from tests.backends import FakeBackend, launching_on
 
@@ -84,6 +86,54 @@ def test_a_dtype_is_part_of_the_key_wherever_the_argument_has_it(
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first == keys_of(wrapped(torch.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A constant of a user's own, with attributes that arguments of Triton have too."""
+
+    block_shape: Any = (16, 16)
+    base: Any = 1
+    dtype: Any = None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Tile(), Tile(base=2)),
+        (Tile(dtype=["float16"]), Tile(dtype=["float32"])),
+        (Tile(dtype=()), Tile(dtype=("float32",))),
+    ],
+    ids=["block_shape and base", "a list as dtype", "a tuple as dtype"],
+)
+def test_a_constant_is_no_tensor_or_descriptor_for_an_attribute_that_those_have(
+    one: Any, other: Any
+) -> None:
+    """A launch raised AttributeError, TypeError or IndexError, which stock Triton does not."""
+    first, second = keys_of(one), keys_of(other)
+    hash((first, second))
+    if one.dtype is not None:
+        assert first[0] != second[0]
+        assert first[1] != second[1]
+    assert encode(one, of_call=True) != encode(other, of_call=True)
+
+
+def test_a_constant_with_a_dtype_has_a_key_of_its_own_in_memory_as_in_the_store() -> None:
+    """The second dtype launched the choice of the first, and its own in the next process."""
+
+    def scaled(x, scale: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        tl.store(x, scale)
+
+    configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
+    tuner = safetune(configs=configs, key=[])(JITFunction(scaled))
+    calls = [((torch.zeros(1), np.dtype(dtype).type(2)), {}) for dtype in ("float32", "float64")]
+    in_store = [
+        tuning_key(KernelIdentity("scaled", "0"), [], tuner.arg_names, {"scale": args[1]}, -1)
+        for args, _ in calls
+    ]
+    in_memory = [tuner.shapes.of(args, kwargs).key(args, kwargs) for args, kwargs in calls]
+    assert in_store[0] != in_store[1]
+    assert in_memory[0] != in_memory[1]
 
 
 def test_the_order_of_a_descriptors_dimensions_is_part_of_the_key() -> None:

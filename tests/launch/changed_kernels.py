@@ -56,6 +56,41 @@ def enclosing(helper=ignores):
     return calls_a_closure, replace
 
 
+ADDED = tl.constexpr(1)
+
+
+@JITFunction
+def doubles(value):
+    return value * 2
+
+
+@JITFunction
+def triples(value):
+    return value * 3
+
+
+def _adding(helper=doubles):
+    @JITFunction
+    def adds(value):
+        return doubles(value) + helper(value) + ADDED + helpers.AMOUNT
+
+    def replace(other):
+        nonlocal helper
+        helper = other
+
+    return adds, replace
+
+
+adds, replace_doubles = _adding()
+
+
+helpers.AMOUNT = tl.constexpr(2)  # type: ignore[attr-defined]
+
+
+def computes(out, n, T, BLOCK: tl.constexpr):
+    tl.store(out, adds(n + T))
+
+
 def other(out, n, T, BLOCK: tl.constexpr):
     tl.store(out, n + T)
 

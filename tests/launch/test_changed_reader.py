@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from safetune import safetune
@@ -297,6 +298,35 @@ def test_an_edited_kernel_does_not_have_the_choices_of_the_one_before(
     case.jit._unsafe_update_src(case.jit.src.replace("n + T", "n - T"))
     assert case.tuner.key_names == ["n", "T"]
     assert case.tuner.cache == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: setattr(module, "doubles", module.triples),
+        lambda module: module.replace_doubles(module.triples),
+        lambda module: module.doubles._unsafe_update_src(module.triples.src),
+        lambda module: setattr(module, "ADDED", tl.constexpr(5)),
+        lambda module: setattr(module.helpers, "AMOUNT", tl.constexpr(5)),
+    ],
+    ids=[
+        "a callee of computed values",
+        "one in a closure",
+        "its source",
+        "a constant",
+        "a constant of a module",
+    ],
+)
+def test_a_key_that_is_tuned_after_a_change_of_what_the_kernel_names_is_of_the_new_kernel(
+    new_case: Callable[[str], Case], change: Callable[[Any], object]
+) -> None:
+    """Its trials were stored for the kernel as it was at the first miss."""
+    case = new_case("computes")
+    before = case.tuner.identity
+    case.module.ADDED = tl.constexpr(1)  # an equal value is no change
+    assert case.tuner.identity is before
+    change(case.module)
+    assert case.tuner.identity.digest != before.digest
 
 
 def test_a_known_launch_has_the_key_as_it_is_written_now(new_case: Callable[[str], Case]) -> None:
