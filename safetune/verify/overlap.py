@@ -8,7 +8,7 @@ a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
@@ -28,7 +28,7 @@ from safetune.verify.watch import CLASHES, Watch
 #: The default of `timeout_s`: seconds that a launch may take in the interpreter.
 TIMEOUT_S = 600.0
 
-_OPTIONS = ("config", "outputs", "allow", "reachable", "timeout_s")
+_OPTIONS = ("config", "outputs", "allow", "reachable", "timeout_s", "each_program")
 
 
 def check_overlap(
@@ -41,6 +41,7 @@ def check_overlap(
     allow: Sequence[str] = (),
     reachable: Sequence[Any] = (),
     timeout_s: float = TIMEOUT_S,
+    each_program: Callable[[], object] = lambda: None,
     **kwargs: Any,
 ) -> OverlapReport:
     """Run one launch in Triton's interpreter and report the programs that break write ownership.
@@ -59,6 +60,7 @@ def check_overlap(
             notes; accesses outside of these arguments remain findings.
         reachable: tensors that the kernel accesses by addresses that it reads from memory.
         timeout_s: seconds in the interpreter.
+        each_program: is called before each program.
 
     Raises:
         InvalidConfig: `config` is missing, is given without a tuner, or sets a name that the call
@@ -86,7 +88,12 @@ def check_overlap(
     watch = Watch(memory, sizes, timeout_s)
     _check_tensors(function.__name__, memory, outputs=outputs, allow=allow)
     addressed = {name: memory.addressed(value) for name, value in copies.items()}
-    interpret(function, addressed, sizes, lambda builder: Instruments(watch, builder).methods())
+    interpret(
+        function,
+        addressed,
+        sizes,
+        lambda builder: Instruments(watch, builder, each_program).methods(),
+    )
     idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
     findings = findings_of(memory, watch, outputs)
     allowed = [each for each in findings if each.kind in CLASHES and is_of(each.argument, allow)]

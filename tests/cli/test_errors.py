@@ -193,7 +193,10 @@ def test_a_mistake_in_the_file_is_one_line_before_anything_is_tuned(
 def test_verify_names_a_mistake_in_a_workload_too(safetune: Any, file: Path, body: str) -> None:
     file.write_text(workload(body))
 
-    assert "Error: the workload sizes of add_one " in safetune.error("verify", file)
+    result = safetune("verify", file)
+
+    assert result.exit_code == 1
+    assert "\n    the workload sizes of add_one " in result.stdout
 
 
 def test_an_error_in_a_module_that_a_package_imports(
