@@ -134,26 +134,34 @@ def _checked_task(
         if (*place, number) not in over:
             text = config_text(config)
             yield Step((*place, number), ("launches", _launch(facts, text)), limit_s)
-            yield "launches", _launch(facts, text, *_checked_config(task, config, known))
+            checked = _checked_config(task, config, limit_s, known)
+            yield "launches", _launch(facts, text, *checked)
 
 
 def _checked_config(
-    task: Task, config: Config, known: dict[str, OverlapReport]
+    task: Task, config: Config, limit_s: float, known: dict[str, OverlapReport]
 ) -> tuple[OverlapReport | None, str]:
     """Return a report, that of a config that the interpreter runs alike, or the reason for none."""
     from safetune.config import config_text
     from safetune.launch.call_shape import named_arguments
-    from safetune.verify.overlap import check_overlap, interpreted_as
+    from safetune.verify.overlap import check_launch, interpreted_as
 
     kernel, workload = task.kernel.outer, task.workload
     named = named_arguments(kernel.arg_names, workload.args, workload.kwargs)
     alike, _ = _tried(interpreted_as, kernel, workload.grid, named, config)
     if alike in known:
         return replace(known[alike], config=config_text(config)), ""
-    again = functools.partial(forked.begin_limit, task.kernel.tuner.limits.run_timeout_s)
-    options = {"outputs": workload.outputs, "allow": workload.allow, **workload.kwargs}
-    check = functools.partial(check_overlap, config=config, each_program=again, **options)
-    report, error = _tried(check, kernel, workload.grid, *workload.args)
+    report, error = _tried(
+        check_launch,
+        kernel,
+        workload.grid,
+        workload.args,
+        workload.kwargs,
+        config=config,
+        outputs=workload.outputs,
+        allow=workload.allow,
+        each_program=functools.partial(forked.begin_limit, limit_s),
+    )
     if alike and report:
         known[alike] = report
     return report, error
@@ -162,7 +170,7 @@ def _checked_config(
 def _launch(
     facts: dict[str, str], config: str, report: OverlapReport | None = None, error: str = ""
 ) -> dict[str, Any]:
-    kinds = [finding.kind.value for finding in report.findings] if report else []
+    kinds = dict.fromkeys(finding.kind.value for finding in report.findings) if report else ()
     verdict = "not checked" if report is None else ", ".join(kinds) or "ok"
     return {**facts, "config": config, "verdict": verdict, "error": error, "report": report}
 

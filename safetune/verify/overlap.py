@@ -28,7 +28,7 @@ from safetune.verify.watch import CLASHES, Watch
 #: The default of `timeout_s`: seconds that a launch may take in the interpreter.
 TIMEOUT_S = 600.0
 
-_OPTIONS = ("config", "outputs", "allow", "reachable", "timeout_s", "each_program")
+_OPTIONS = ("config", "outputs", "allow", "reachable", "timeout_s")
 
 
 def check_overlap(
@@ -41,7 +41,6 @@ def check_overlap(
     allow: Sequence[str] = (),
     reachable: Sequence[Any] = (),
     timeout_s: float = TIMEOUT_S,
-    each_program: Callable[[], object] = lambda: None,
     **kwargs: Any,
 ) -> OverlapReport:
     """Run one launch in Triton's interpreter and report the programs that break write ownership.
@@ -60,7 +59,6 @@ def check_overlap(
             notes; accesses outside of these arguments remain findings.
         reachable: tensors that the kernel accesses by addresses that it reads from memory.
         timeout_s: seconds in the interpreter.
-        each_program: is called before each program.
 
     Raises:
         InvalidConfig: `config` is missing, is given without a tuner, or sets a name that the call
@@ -69,6 +67,33 @@ def check_overlap(
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
+    return check_launch(
+        kernel,
+        grid,
+        args,
+        kwargs,
+        config=config,
+        outputs=outputs,
+        allow=allow,
+        reachable=reachable,
+        timeout_s=timeout_s,
+    )
+
+
+def check_launch(
+    kernel: Any,
+    grid: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    config: Config | None,
+    outputs: Sequence[str],
+    allow: Sequence[str],
+    reachable: Sequence[Any] = (),
+    timeout_s: float = TIMEOUT_S,
+    each_program: Callable[[], object] = lambda: None,
+) -> OverlapReport:
+    """Do what `check_overlap` does, for arguments of any name; call a function for each program."""
     jit, function = base_function(kernel)
     if not is_jit(jit):
         raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a Triton kernel")

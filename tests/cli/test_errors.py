@@ -94,8 +94,8 @@ MISTAKES = {
     "no workload": (
         KERNEL,
         "Error: no workload is declared for add_one in {file}: decorate a function that yields "
-        "safetune.Workload(...) with @add_one.workload, or give --recorded for the calls of a "
-        "program",
+        "safetune.Workload(...) with @add_one.workload, or give `safetune tune` or `warm` "
+        "--recorded for the calls of a program",
     ),
     "no workload under heuristics": (
         KERNEL.replace("@safetune", "@triton.heuristics({})\n@safetune"),
@@ -221,8 +221,8 @@ WORDS = {
     ("",): "TARGET '' is not a .py file, a directory or a module; give package.module[:kernel], "
     "file.py[:kernel] or a directory",
     ("{add}:unused",): "no workload is declared for kernel in {add}: decorate a function that "
-    "yields safetune.Workload(...) with @kernel.workload, or give --recorded for the calls of a "
-    "program",
+    "yields safetune.Workload(...) with @kernel.workload, or give `safetune tune` or `warm` "
+    "--recorded for the calls of a program",
     ("{add}:grid",): "{add} has no kernel 'grid'; it has add_one, kernel, twice, unused",
     ("{add}", "--shape", "small", "--shape", "smal"): "no workload is named 'smal'; the workloads "
     "are: small, large",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+#: The example of `safetune demo`.
+FAULTY = ROOT / "docs" / "examples" / "faulty.py"
 
 
 @pytest.fixture
@@ -130,17 +131,13 @@ class TestNotChecked:
 
         assert ended_children() == before
 
-    def test_a_hook_that_crashes(self, targets: Path) -> None:
-        """It ended the command with SIGSEGV."""
-        words = ["-m", "safetune", "verify", f"{targets / 'faulty.py'}:hopeless", "--json"]
-        result = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, check=False
-        )
+    def test_the_example_of_the_demo(self, safetune: Any) -> None:
+        """Its crash ended the command with SIGSEGV, and its hang took 600 seconds."""
+        launches = verified(safetune, FAULTY)["launches"]
 
-        assert result.returncode == 1, result.stderr
-        _, crashed = json.loads(result.stdout)["launches"]
-        assert crashed["config"].startswith("BLOCK=64")
-        assert crashed["error"] == (f"its process ended with SIGSEGV ({targets / 'faulty.py'}:15)")
+        assert [one["verdict"] for one in launches] == ["ok"] * 2 + ["not checked"] * 2 + ["ok"]
+        assert launches[2]["error"] == f"its process ended with SIGSEGV ({FAULTY}:17)"
+        assert launches[3]["error"].startswith(f"no end within run_timeout_s=3 ({FAULTY}:")
 
 
 #: A kernel of which one function is `culprit`, and one that is fine.
@@ -230,6 +227,20 @@ COSTS = {
 }
 
 
+#: A kernel whose parameters are called like options of `check_overlap`.
+NAMED = """
+@safetune(configs=CONFIGS, key=["config"])
+@triton.jit
+def named(outputs, allow, config, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(outputs + offsets, config, mask=offsets < allow)
+
+@named.workload
+def launches(device, dtype):
+    outputs = torch.zeros(64, device=device)
+    yield Workload("only", (1,), (), {"outputs": outputs, "allow": 64, "config": 1})
+"""
+
 CRASHED = "its process ended with SIGSEGV ({file}:9)"
 
 
@@ -285,6 +296,22 @@ class TestFunctionsOfATarget:
             "signal.setitimer(signal.ITIMER_REAL, 0)",
             "KERNEL",
         )
+
+        assert safetune.json("verify", file)["ok"]
+
+    def test_no_workload(self, safetune: Any, broken: Any) -> None:
+        file = broken("pass")
+        file.write_text(file.read_text().replace("    yield ", "    return []; "))
+
+        assert safetune.error("verify", file) == (
+            f"Error: the workload functions of {file} yield nothing"
+        )
+
+    def test_arguments_named_like_what_a_workload_declares(
+        self, safetune: Any, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "named.py"
+        file.write_text(BROKEN.partition("@triton.heuristics")[0].replace("FAULT", "pass") + NAMED)
 
         assert safetune.json("verify", file)["ok"]
 
