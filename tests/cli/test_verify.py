@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import ROOT
+
 #: The example of `safetune demo`.
 FAULTY = ROOT / "docs" / "examples" / "faulty.py"
 
