@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +67,28 @@ def typed(error: BaseException) -> str:
 
 
 def location_of(error: BaseException) -> str:
+    """Return ` (file:line)`: the `innermost` line, or that of a mistake in the syntax."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    stack = traceback.extract_tb(error.__traceback__)
+    return innermost((frame.filename, frame.lineno) for frame in stack)
+
+
+def innermost(stack: Iterable[tuple[str, object]]) -> str:
     """Return ` (file:line)`: the innermost line of the user's code, else of a library.
 
     Lines of the import machinery and of safetune, except its kernels, do not count.
     """
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({error.filename}:{error.lineno})"
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename
-        if frame.filename.startswith(_KERNELS) or not frame.filename.startswith(_PACKAGE)
+        (file, line)
+        for file, line in stack
+        if "importlib" not in file
+        if file.startswith(_KERNELS) or not file.startswith(_PACKAGE)
     ]
-    own = [frame for frame in frames if not frame.filename.startswith(installed)]
-    for frame in (own or frames)[-1:]:
-        return f" ({frame.filename}:{frame.lineno})"
+    own = [frame for frame in frames if not frame[0].startswith(installed)]
+    for file, line in (own or frames)[-1:]:
+        return f" ({file}:{line})"
     return ""
 
 

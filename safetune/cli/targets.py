@@ -288,7 +288,7 @@ def _check_workload(source: str, kernels: list[OfflineKernel]) -> None:
         raise TargetError(
             f"no workload is declared for {', '.join(k.name for k in kernels)} in {source}: "
             f"decorate a function that yields safetune.Workload(...) with @{tuner}.workload, or "
-            "give --recorded for the calls of a program"
+            "give `safetune tune` or `warm` --recorded for the calls of a program"
         )
 
 

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import multiprocessing
-import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from safetune.cli import targets
+from safetune.cli import forked, targets
 from safetune.cli.command import command
 from safetune.cli.emit import emit
+from safetune.cli.forked import Place, Result, Step
 from safetune.cli.output import counted, describe, location_of, prints_to_stderr, typed
-from safetune.errors import SafetuneError, TargetError
+from safetune.errors import SafetuneError, TargetError, WorkloadError
 from safetune.show.tables import Block, Table, heading
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from triton import Config
 
-    from safetune.offline.tasks import OfflineKernel, Task
+    from safetune.offline.tasks import Task
     from safetune.verify.report import OverlapReport
-
-#: A report, or the reason for none.
-Checked = tuple["OverlapReport | None", str]
 
 #: A launch of this size takes seconds in the interpreter.
 MAX_ELEMENTS = 1 << 22
@@ -61,11 +55,19 @@ def verify_command(
     workload in Triton's interpreter, on the CPU. Does not check that results are right, or that
     configs agree: `safetune tune` compares them. Exits with 1 if there is a finding.
     """
-    targets.use_interpreter_without_gpu()
+    found: dict[str, list[Any]] = {"launches": [], "skipped": [], "no_workload": []}
     with prints_to_stderr():
-        kernels = targets.kernels_of(target)
-        launches, skipped = _verify_all(kernels, shape, dtype, max_elements)
-    left_out = [kernel.name for kernel in kernels if not kernel.tuner.workloads]
+        work = functools.partial(_checked, target, shape, dtype, max_elements)
+        for name, result in forked.results(work):
+            found[name].append(result)
+    launches, skipped, left_out = found.values()
+    if not launches:
+        raise TargetError(
+            f"every workload has more than {max_elements} elements: declare a smaller workload for "
+            "the device cpu, or raise --max-elements"
+            if skipped
+            else f"the workload functions of {', '.join(target)} yield nothing"
+        )
     ok = all(launch["verdict"] == "ok" for launch in launches)
     shown = [{**each, "report": each["report"] and each["report"].data()} for each in launches]
     data = {"ok": ok, "launches": shown, "skipped": skipped, "no_workload": left_out}
@@ -73,72 +75,104 @@ def verify_command(
     sys.exit(0 if ok else 1)
 
 
-def _verify_all(
-    kernels: Sequence[OfflineKernel], shapes: Sequence[str], dtypes: Sequence[str], most: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a launch for each config, kernel, workload and dtype, and the workloads too large.
-
-    A launch has a report, or an error.
-    """
-    from safetune.inputs.call import leaves
+def _checked(
+    target: Sequence[str],
+    shapes: Sequence[str],
+    dtypes: Sequence[str],
+    most: int,
+    over: Container[Place],
+) -> Iterator[Step | Result]:
+    """Yield each launch, each workload that is too large, and each kernel without a workload."""
     from safetune.offline import tasks
 
-    console = Console(stderr=True)
-    launches: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+    targets.use_interpreter_without_gpu()
     seen: list[str] = []
-    for task in (task for kernel in kernels for task in tasks.tasks(kernel, "cpu", dtypes)):
-        workload = task.workload
-        seen.append(workload.name)
-        if shapes and workload.name not in shapes:
+    for number, kernel in enumerate(targets.kernels_of(target)):
+        if (number,) in over:
             continue
-        facts = {"kernel": task.kernel.name, "shape": workload.name, "dtype": task.dtype}
-        values = leaves((workload.args, dict(workload.kwargs)))
-        elements = sum(leaf.numel() for leaf in values if hasattr(leaf, "numel"))
-        if elements > most:
-            skipped.append({**facts, "elements": elements})
-            continue
-        with console.status("  ".join(facts.values())):
-            for config, report, error in _checked(task):
-                kinds = [finding.kind.value for finding in report.findings] if report else []
-                verdict = "not checked" if report is None else ", ".join(kinds) or "ok"
-                found = {"config": config, "verdict": verdict, "error": error, "report": report}
-                launches.append({**facts, **found})
+        no_launch = _launch({"kernel": kernel.name, "shape": "", "dtype": ""}, "all workloads")
+        making = Step((number,), ("launches", no_launch))
+        yield making
+        if not kernel.tuner.workloads:
+            yield "no_workload", kernel.name
+        try:
+            for index, task in enumerate(tasks.tasks(kernel, "cpu", dtypes)):
+                seen.append(task.workload.name)
+                if not shapes or task.workload.name in shapes:
+                    yield from _checked_task(task, (number, index), most, over)
+                    yield making
+        except WorkloadError as error:
+            yield "launches", {**no_launch, "error": describe(error)}
     targets.check_shapes(shapes, seen)
-    if not launches:
-        raise TargetError(
-            f"every workload has more than {most} elements: declare a smaller workload for the "
-            "device cpu, or raise --max-elements"
-        )
-    return launches, skipped
 
 
-def _checked(task: Task) -> Iterator[tuple[str, OverlapReport | None, str]]:
-    """Yield each config of a task, or all of them, with a report or the reason for none."""
+def _checked_task(
+    task: Task, place: Place, most: int, over: Container[Place]
+) -> Iterator[Step | Result]:
+    """Yield a launch of each config, or one for all, or that the workload is too large."""
+    from safetune.config import config_text
+    from safetune.inputs.call import leaves
+    from safetune.verify.overlap import configs_for
+
+    if place in over:
+        return
+    kernel, workload = task.kernel, task.workload
+    facts = {"kernel": kernel.name, "shape": workload.name, "dtype": task.dtype}
+    no_launch, limit_s = _launch(facts, "all configs"), kernel.tuner.limits.run_timeout_s
+    yield Step(place, ("launches", no_launch), limit_s)
+    values = leaves((workload.args, dict(workload.kwargs)))
+    elements = sum(leaf.numel() for leaf in values if hasattr(leaf, "numel"))
+    if elements > most:
+        yield "skipped", {**facts, "elements": elements}
+        return
+    configs, error = _tried(configs_for, kernel.outer, workload.args, workload.kwargs)
+    if error:
+        yield "launches", {**no_launch, "error": error}
+        return
+    known: dict[str, OverlapReport] = {}
+    for number, config in enumerate(configs):
+        if (*place, number) not in over:
+            text = config_text(config)
+            yield Step((*place, number), ("launches", _launch(facts, text)), limit_s)
+            checked = _checked_config(task, config, limit_s, known)
+            yield "launches", _launch(facts, text, *checked)
+
+
+def _checked_config(
+    task: Task, config: Config, limit_s: float, known: dict[str, OverlapReport]
+) -> tuple[OverlapReport | None, str]:
+    """Return a report, that of a config that the interpreter runs alike, or the reason for none."""
     from safetune.config import config_text
     from safetune.launch.call_shape import named_arguments
-    from safetune.verify.overlap import check_overlap, configs_for, interpreted_as
+    from safetune.verify.overlap import check_launch, interpreted_as
 
     kernel, workload = task.kernel.outer, task.workload
-    configs, error = _tried(configs_for, kernel, workload.args, workload.kwargs)
-    if error:
-        yield "all configs", None, error
-        return
-    check = functools.partial(_tried, check_overlap, kernel, workload.grid, *workload.args)
-    options = {"outputs": workload.outputs, "allow": workload.allow, **workload.kwargs}
     named = named_arguments(kernel.arg_names, workload.args, workload.kwargs)
-    known: dict[str, Any] = {}
-    for config in configs:
-        seen, _ = _tried(interpreted_as, kernel, workload.grid, named, config)
-        if seen and seen in known:
-            report = known[seen]
-            yield config_text(config), replace(report, config=config_text(config)), ""
-            continue
-        one = functools.partial(check, config=config, **options)
-        found = _in_fork(one) if config.pre_hook is not None else one()
-        if seen and not found[1]:
-            known[seen] = found[0]
-        yield config_text(config), *found
+    alike, _ = _tried(interpreted_as, kernel, workload.grid, named, config)
+    if alike in known:
+        return replace(known[alike], config=config_text(config)), ""
+    report, error = _tried(
+        check_launch,
+        kernel,
+        workload.grid,
+        workload.args,
+        workload.kwargs,
+        config=config,
+        outputs=workload.outputs,
+        allow=workload.allow,
+        each_program=functools.partial(forked.begin_limit, limit_s),
+    )
+    if alike and report:
+        known[alike] = report
+    return report, error
+
+
+def _launch(
+    facts: dict[str, str], config: str, report: OverlapReport | None = None, error: str = ""
+) -> dict[str, Any]:
+    kinds = dict.fromkeys(finding.kind.value for finding in report.findings) if report else ()
+    verdict = "not checked" if report is None else ", ".join(kinds) or "ok"
+    return {**facts, "config": config, "verdict": verdict, "error": error, "report": report}
 
 
 def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
@@ -152,30 +186,6 @@ def _tried(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> tuple[
         return None, describe(error)
     except (Exception, SystemExit) as error:
         return None, typed(error) + location_of(error)
-
-
-def _in_fork(check: Callable[[], Checked]) -> Checked:
-    """Return what `check` returns, or the end of its process: a config's hook may crash."""
-    from safetune.isolation.child_handle import exit_text
-
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(check, sender))
-    process.start()
-    sender.close()
-    answer: Checked | None = None
-    with receiver, contextlib.suppress(EOFError):
-        answer = cast("Checked", receiver.recv())
-    process.join()
-    return answer or (None, f"its process ended with {exit_text(process.exitcode or 0)}")
-
-
-def _answer(check: Callable[[], Checked], sender: Connection) -> None:
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no second traceback
-    torch.set_num_threads(1)  # torch's threads did not survive the fork
-    sender.send(check())
 
 
 def _blocks(
@@ -219,4 +229,4 @@ def _blocks(
 
 
 def _title(row: dict[str, Any]) -> str:
-    return "  ".join(row[name] for name in ("kernel", "shape", "dtype"))
+    return "  ".join(filter(None, (row["kernel"], row["shape"], row["dtype"])))

@@ -20,9 +20,10 @@ from safetune.verify.watch import Access, Watch
 class Instruments:
     """The replacement methods for one builder and one launch."""
 
-    def __init__(self, watch: Watch, builder: Any) -> None:
+    def __init__(self, watch: Watch, builder: Any, each_program: Callable[[], object]) -> None:
         self._watch = watch
         self._builder = builder
+        self._each_program = each_program
         self._relaxed = False  # whether volatile loads are those of a relaxed poll
         self._poll = getattr(builder, "create_atomic_poll", None)
         self._begin = builder.set_grid_idx
@@ -50,6 +51,7 @@ class Instruments:
 
     def begin(self, *ids: int) -> None:
         """Begin a program, which need not touch any memory."""
+        self._each_program()
         self._watch.check_time((f"program {ids}",))
         self._begin(*ids)
 

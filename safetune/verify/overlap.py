@@ -8,7 +8,7 @@ a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
@@ -67,6 +67,33 @@ def check_overlap(
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
+    return check_launch(
+        kernel,
+        grid,
+        args,
+        kwargs,
+        config=config,
+        outputs=outputs,
+        allow=allow,
+        reachable=reachable,
+        timeout_s=timeout_s,
+    )
+
+
+def check_launch(
+    kernel: Any,
+    grid: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    config: Config | None,
+    outputs: Sequence[str],
+    allow: Sequence[str],
+    reachable: Sequence[Any] = (),
+    timeout_s: float = TIMEOUT_S,
+    each_program: Callable[[], object] = lambda: None,
+) -> OverlapReport:
+    """Do what `check_overlap` does, for arguments of any name; call a function for each program."""
     jit, function = base_function(kernel)
     if not is_jit(jit):
         raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a Triton kernel")
@@ -86,7 +113,12 @@ def check_overlap(
     watch = Watch(memory, sizes, timeout_s)
     _check_tensors(function.__name__, memory, outputs=outputs, allow=allow)
     addressed = {name: memory.addressed(value) for name, value in copies.items()}
-    interpret(function, addressed, sizes, lambda builder: Instruments(watch, builder).methods())
+    interpret(
+        function,
+        addressed,
+        sizes,
+        lambda builder: Instruments(watch, builder, each_program).methods(),
+    )
     idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
     findings = findings_of(memory, watch, outputs)
     allowed = [each for each in findings if each.kind in CLASHES and is_of(each.argument, allow)]

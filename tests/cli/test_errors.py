@@ -101,8 +101,8 @@ MISTAKES = {
     "no workload": (
         KERNEL,
         "Error: no workload is declared for add_one in {file}: decorate a function that yields "
-        "safetune.Workload(...) with @add_one.workload, or give --recorded for the calls of a "
-        "program",
+        "safetune.Workload(...) with @add_one.workload, or give `safetune tune` or `warm` "
+        "--recorded for the calls of a program",
     ),
     "no workload under heuristics": (
         KERNEL.replace("@safetune", "@triton.heuristics({})\n@safetune"),
@@ -185,7 +185,10 @@ def test_a_mistake_in_the_file_is_one_line_before_anything_is_tuned(
 def test_verify_names_a_mistake_in_a_workload_too(safetune: Any, file: Path) -> None:
     file.write_text(workload("raise SystemExit(0)"))
 
-    assert "Error: the workload sizes of add_one " in safetune.error("verify", file)
+    result = safetune("verify", file)
+
+    assert result.exit_code == 1
+    assert "\n    the workload sizes of add_one " in result.stdout
 
 
 def test_an_error_in_a_module_that_a_package_imports(safetune: Any, empty: Path) -> None:

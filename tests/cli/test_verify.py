@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import FreshProcess
+from tests.cli.conftest import ROOT
+
+#: The example of `safetune demo`.
+FAULTY = ROOT / "docs" / "examples" / "faulty.py"
 
 
 @pytest.fixture
@@ -125,13 +130,216 @@ class TestNotChecked:
         row = next(line for line in lines if line.startswith("all configs "))
         assert row.split() == ["all", "configs", "not", "checked"]
 
-    def test_a_hook_that_crashes(self, run: FreshProcess, targets: Path) -> None:
-        """It ended the command with SIGSEGV."""
-        result = run("verify", f"{targets / 'faulty.py'}:hopeless", "--json", warm=True, ends=1)
+    def test_the_process_of_a_hook_leaves_no_zombie(self, safetune: Any, unchecked: str) -> None:
+        before = ended_children()
+        safetune("verify", unchecked, "--shape", "hook")
 
-        _, crashed = json.loads(result.stdout)["launches"]
-        assert crashed["config"].startswith("BLOCK=64")
-        assert crashed["error"] == "its process ended with SIGSEGV"
+        assert ended_children() == before
+
+    def test_the_example_of_the_demo(self, safetune: Any) -> None:
+        """Its crash ended the command with SIGSEGV, and its hang took 600 seconds."""
+        launches = verified(safetune, FAULTY)["launches"]
+
+        assert [one["verdict"] for one in launches] == ["ok"] * 2 + ["not checked"] * 2 + ["ok"]
+        assert launches[2]["error"] == f"its process ended with SIGSEGV ({FAULTY}:17)"
+        assert launches[3]["error"].startswith(f"no end within run_timeout_s=3 ({FAULTY}:")
+
+
+#: A kernel of which one function is `culprit`, and one that is fine.
+BROKEN = """
+import ctypes, os, signal
+import torch, triton, triton.language as tl
+from safetune import Workload, safetune
+
+CONFIGS = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})]
+
+def culprit(*_, **__):
+    FAULT
+
+def grid(meta):
+    return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+def prune(configs, named, **_):
+    return configs
+
+def one(meta):
+    return 1
+
+def nothing():
+    pass
+
+@triton.heuristics({"ABOVE": HEURISTIC_ABOVE})
+@safetune(
+    configs=CONFIGS, key=["n"], run_timeout_s=1, prune_configs_by={"early_config_prune": PRUNE}
+)
+@triton.heuristics({"BELOW": HEURISTIC_BELOW})
+@triton.jit
+def broken(y, n, ABOVE, BELOW, BLOCK: tl.constexpr):
+    KERNEL()
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + offsets, 1.0, mask=offsets < n)
+
+@safetune(configs=CONFIGS, key=["n"])
+@triton.jit
+def fine(y, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + offsets, 1.0, mask=offsets < n)
+
+@broken.fn.workload
+def launches(device, dtype):
+    yield Workload("only", GRID, (torch.zeros(128, device=device), 128))
+    WORKLOAD()
+
+@fine.workload
+def launches(device, dtype):
+    yield Workload("only", grid, (torch.zeros(128, device=device), 128))
+"""
+
+#: The functions of BROKEN, and what stands there where they are not the culprit.
+FUNCTIONS = {
+    "HEURISTIC_ABOVE": "one",
+    "PRUNE": "prune",
+    "HEURISTIC_BELOW": "one",
+    "KERNEL": "nothing",
+    "GRID": "grid",
+    "WORKLOAD": "nothing",
+}
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[..., Path]:
+    """A file of BROKEN, with a fault in the functions named."""
+
+    def write(fault: str, *functions: str) -> Path:
+        text = BROKEN.replace("FAULT", fault)
+        for name, instead in FUNCTIONS.items():
+            text = text.replace(name, "culprit" if name in functions else instead)
+        file = tmp_path / "broken.py"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+#: For each function of BROKEN, the launches of its kernel.
+COSTS = {
+    "HEURISTIC_ABOVE": ["all configs"],
+    "PRUNE": ["all configs"],
+    "HEURISTIC_BELOW": ["BLOCK=64", "BLOCK=128"],
+    "KERNEL": ["BLOCK=64", "BLOCK=128"],
+    "GRID": ["BLOCK=64", "BLOCK=128"],
+    "WORKLOAD": ["BLOCK=64", "BLOCK=128", "all workloads"],
+}
+
+
+#: A kernel whose parameters are called like options of `check_overlap`.
+NAMED = """
+@safetune(configs=CONFIGS, key=["config"])
+@triton.jit
+def named(outputs, allow, config, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(outputs + offsets, config, mask=offsets < allow)
+
+@named.workload
+def launches(device, dtype):
+    outputs = torch.zeros(64, device=device)
+    yield Workload("only", (1,), (), {"outputs": outputs, "allow": 64, "config": 1})
+"""
+
+CRASHED = "its process ended with SIGSEGV ({file}:9)"
+
+
+class TestFunctionsOfATarget:
+    """They cost the launches that need them; the other kernel is checked."""
+
+    @pytest.mark.parametrize(
+        ("function", "fault", "reason"),
+        [
+            *((name, "ctypes.string_at(0)", CRASHED) for name in COSTS),
+            ("GRID", "os._exit(0)", "its process ended with exit code 0"),
+            ("HEURISTIC_BELOW", "raise ValueError('no')", "ValueError: no ({file}:9)"),
+            ("WORKLOAD", "raise ValueError('no')", "raised ValueError: no ({file}:9)"),
+        ],
+    )
+    def test_a_fault(
+        self, safetune: Any, broken: Any, function: str, fault: str, reason: str
+    ) -> None:
+        """A crash or an exit ended the command, and a workload that raised hid all results."""
+        file = broken(fault, function)
+
+        launches = verified(safetune, file)["launches"]
+
+        rows = [one for one in launches if one["kernel"] == "broken"]
+        assert [one["config"].partition(" num_warps")[0] for one in rows] == COSTS[function]
+        lost = rows[-1:] if function == "WORKLOAD" else rows
+        assert {one["verdict"] for one in lost} == {"not checked"}
+        assert all(reason.format(file=file) in one["error"] for one in lost), lost
+        rest = [one for one in launches if one not in lost]
+        assert [one["verdict"] for one in rest if one["kernel"] == "fine"] == ["ok", "ok"]
+        assert {one["verdict"] for one in rest} == {"ok"}
+
+    @pytest.mark.parametrize(
+        ("function", "wait"),
+        [("KERNEL", "while True: pass"), ("GRID", "signal.pause()"), ("PRUNE", "signal.pause()")],
+    )
+    def test_a_hang(self, safetune: Any, broken: Any, function: str, wait: str) -> None:
+        """A hook that hung was never stopped, and a kernel after 600 seconds."""
+        file = broken(wait, function)
+
+        launches = verified(safetune, file)["launches"]
+
+        rows = [one for one in launches if one["kernel"] == "broken"]
+        assert [one["config"].partition(" num_warps")[0] for one in rows] == COSTS[function]
+        for row in rows:
+            assert row["error"].startswith(f"no end within run_timeout_s=1 ({file}:9). ")
+        assert [one["verdict"] for one in launches if one["kernel"] == "fine"] == ["ok", "ok"]
+
+    def test_the_limit_begins_again_with_each_program(self, safetune: Any, broken: Any) -> None:
+        """A launch of many programs is slow in the interpreter, and does not hang."""
+        file = broken(
+            "assert signal.getitimer(signal.ITIMER_REAL)[0]; "
+            "signal.setitimer(signal.ITIMER_REAL, 0)",
+            "KERNEL",
+        )
+
+        assert safetune.json("verify", file)["ok"]
+
+    def test_no_workload(self, safetune: Any, broken: Any) -> None:
+        file = broken("pass")
+        file.write_text(file.read_text().replace("    yield ", "    return []; "))
+
+        assert safetune.error("verify", file) == (
+            f"Error: the workload functions of {file} yield nothing"
+        )
+
+    def test_arguments_named_like_what_a_workload_declares(
+        self, safetune: Any, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "named.py"
+        file.write_text(BROKEN.partition("@triton.heuristics")[0].replace("FAULT", "pass") + NAMED)
+
+        assert safetune.json("verify", file)["ok"]
+
+    def test_a_crash_in_the_import(self, safetune: Any, tmp_path: Path) -> None:
+        file = tmp_path / "crashing.py"
+        file.write_text("import ctypes\nctypes.string_at(0)\n")
+
+        assert safetune.error("verify", file) == (
+            f"Error: its process ended with SIGSEGV ({file}:2)"
+        )
+
+    def test_this_process_leaves_the_gpu_to_the_others(
+        self, fresh_process: Any, broken: Any
+    ) -> None:
+        """CUDA does not work in a fork of a process that has used it."""
+        file = broken("ctypes.string_at(0)", "GRID")
+        code = (
+            "import sys\nfrom safetune.cli import main\n"
+            f"try: main(['verify', {str(file)!r}])\n"
+            "finally: print('torch' in sys.modules, file=sys.stderr)\n"
+        )
+
+        assert fresh_process(code, ends=1).stderr.endswith("False\n")
 
 
 class TestOutputs:
@@ -151,16 +359,21 @@ class TestOutputs:
 
 
 COUNTING = """
+from pathlib import Path
 import torch, triton, triton.language as tl
 from safetune import Workload, safetune
 
 WARPS = (1, 2, 4)
 CONFIGS = [triton.Config({"BLOCK": n}, num_warps=warps) for n in (16, 32) for warps in WARPS]
 
+def note(block):
+    with Path(__file__).with_suffix(".ran").open("a") as ran:
+        ran.write(f"{int(block)} ")
+
 @safetune(configs=CONFIGS, key=["N"])
 @triton.jit
 def count(x, total, N, BLOCK: tl.constexpr):
-    tl.device_print("ran", BLOCK)
+    note(BLOCK)
     tl.store(x + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) < N)
     tl.store(total, N)
 
@@ -183,13 +396,17 @@ def test_configs_that_the_interpreter_runs_alike_run_once(safetune: Any, tmp_pat
     assert [one["report"]["config"] for one in launches] == [one["config"] for one in launches]
     assert result.stderr.count("ran") == 2
 
+    def test_configs_that_the_interpreter_runs_alike_run_once(
+        self, safetune: Any, counting: Any
+    ) -> None:
+        file = counting([])
 
-@pytest.mark.parametrize(("allow", "code"), [(["total"], 1), (["total", "x"], 0)])
-def test_accesses_that_a_workload_allows_are_notes(
-    safetune: Any, tmp_path: Path, allow: list[str], code: int
-) -> None:
-    file = tmp_path / "allowing.py"
-    file.write_text(COUNTING.replace("ALLOW", repr(allow)))
+        launches = safetune.json("verify", file, "--shape", "apart")["launches"]
+
+        assert [one["verdict"] for one in launches] == ["ok"] * 6
+        assert len({one["config"] for one in launches}) == 6
+        assert [one["report"]["config"] for one in launches] == [one["config"] for one in launches]
+        assert file.with_suffix(".ran").read_text() == "16 32 "
 
     report = safetune.json("verify", file, "--shape", "twice", code=code)["launches"][0]["report"]
 
