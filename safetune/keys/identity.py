@@ -529,7 +529,7 @@ class Graph:
             "bases": [self._class(base) for base in written.__bases__],
             "fields": {
                 name: self.describe(kind) if isinstance(kind, type) else str(kind)
-                for name, kind in inspect.get_annotations(written).items()
+                for name, kind in _annotations(written).items()
             },
             "members": {
                 name: self._referred(member_value) for name, member_value in sorted(members.items())
@@ -568,6 +568,20 @@ class Graph:
                 if value is not MISSING
             ],
         }
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    """Return the annotations of a class.
+
+    Python 3.14 evaluates them here; one with a name that only a type checker has is its text.
+    """
+    if sys.version_info < (3, 14):
+        return inspect.get_annotations(cls)
+    from annotationlib import Format
+
+    values = inspect.get_annotations(cls, format=Format.FORWARDREF)
+    texts = inspect.get_annotations(cls, format=Format.STRING)
+    return {n: texts[n] if "ForwardRef(" in str(value) else value for n, value in values.items()}
 
 
 _NESTED = frozenset({tuple, list, dict, set, frozenset})

@@ -552,6 +552,30 @@ def test_functions_that_run_in_place_of_a_text_are_in_the_digest(
     assert digest(load(REPLACED, "a")) != digest(load(REPLACED.replace(old, new), "b"))
 
 
+FOR_TYPE_CHECKERS = """
+import typing
+
+if typing.TYPE_CHECKING:
+    from torch import Tensor
+
+class Table:
+    rows: Tensor | None = None
+
+TABLE = Table()
+
+def hook(args):
+    args["x"] = str(TABLE)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="the class cannot be defined")
+@pytest.mark.parametrize(("old", "new"), [("Tensor |", "Parameter |"), ("= None", "= 1")])
+def test_a_class_may_have_names_of_type_checkers(load: Load, old: str, new: str) -> None:
+    """Python 3.14 evaluates them when it is asked for them, which raised."""
+    first, same = (hook_identity(load(FOR_TYPE_CHECKERS, name).hook) for name in "ab")
+    assert first == same != hook_identity(load(FOR_TYPE_CHECKERS.replace(old, new), "c").hook)
+
+
 def test_generated_functions_under_one_file_name_have_their_own_digests() -> None:
     """A template engine may give each text to `linecache` under the same name."""
 
