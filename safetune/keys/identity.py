@@ -23,8 +23,10 @@ import inspect
 import itertools
 import math
 import os
+import reprlib
 import struct
 import sys
+import typing
 import uuid
 import weakref
 from collections import OrderedDict, deque
@@ -648,7 +650,11 @@ def _members(cls: type) -> dict[str, Any]:
 
 def _is_written(member: Any) -> bool:
     """Whether a special method is written in a file; a dataclass's are generated."""
-    return inspect.isfunction(member) and bool(nodes_of(member))
+    if not inspect.isfunction(member):
+        return False
+    if any(member.__globals__ is vars(module) for module in (dataclasses, reprlib, typing)):
+        return _is_written(getattr(member, "__wrapped__", None))  # a `__repr__`
+    return bool(nodes_of(member))
 
 
 def _resolve(name: str, scope: Scope) -> Any:
