@@ -577,13 +577,13 @@ def _annotations(cls: type) -> dict[str, Any]:
 
     Python 3.14 evaluates them here; one with a name that only a type checker has is its text.
     """
-    if sys.version_info < (3, 14):
-        return inspect.get_annotations(cls)
-    from annotationlib import Format
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
 
-    values = inspect.get_annotations(cls, format=Format.FORWARDREF)
-    texts = inspect.get_annotations(cls, format=Format.STRING)
-    return {n: texts[n] if "ForwardRef(" in str(value) else value for n, value in values.items()}
+        values = inspect.get_annotations(cls, format=Format.FORWARDREF)
+        text = inspect.get_annotations(cls, format=Format.STRING)
+        return {n: text[n] if "ForwardRef(" in str(value) else value for n, value in values.items()}
+    return inspect.get_annotations(cls)
 
 
 _NESTED = frozenset({tuple, list, dict, set, frozenset})
