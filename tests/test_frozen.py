@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import field
@@ -101,10 +102,14 @@ def test_own_methods_stay() -> None:
 
 def test_a_definition_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six functions were compiled for each class, in each process."""
-    compiled: list[object] = []
-    monkeypatch.setattr(dataclasses, "exec", lambda *given: compiled.append(given), raising=False)
+    compiled: list[str] = []
+
+    def execute(text: str, *spaces: Any) -> None:
+        compiled.extend(re.findall(r"def (?!__create_fn__)\w+", text))
+        exec(text, *spaces)
+
+    monkeypatch.setattr(dataclasses, "exec", execute, raising=False)
     defined(frozen.dataclass, "Another")
-    assert compiled == []
-    with pytest.raises((AttributeError, TypeError, KeyError)):
-        defined(dataclasses.dataclass, "Reference")
+    assert compiled == []  # from Python 3.13 on, an empty function around none
+    defined(dataclasses.dataclass, "Reference")
     assert compiled

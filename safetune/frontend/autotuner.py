@@ -66,6 +66,9 @@ _REPORTED = frozenset({"best_config", "configs_timings", "bench_time", "tuning_p
 #: The functions among the parameters of `triton.autotune`, where any false value means none.
 _FUNCTIONS = ("pre_hook", "post_hook", "do_bench", "early_config_prune", "perf_model")
 
+#: Attributes that hold only in this process, or only for this object.
+_NOT_SENT = frozenset({"_identity", "_keys", "_launches", "shapes"})
+
 #: Attributes that decide which names in the key are read.
 _CLASSIFIED = frozenset(
     {"fn", "configs", "pre_hook", "post_hook", "early_config_prune", "perf_model"}
@@ -156,7 +159,19 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
         made.__dict__.pop("shapes", None)
         made.__dict__.pop("_keys", None)
+        made._show_itself()
         return made
+
+    def __getstate__(self) -> Kwargs:
+        """Leave out the launches: they refer to every class of argument that this process has
+        seen, and another process may read another text.
+        """
+        state = dict(self.__dict__)  # first, as another thread may launch
+        return {name: value for name, value in state.items() if name not in _NOT_SENT}
+
+    def __setstate__(self, state: Kwargs) -> None:
+        self.__dict__.update(state, _launches={})  # what they refer to may be half made
+        self._show_itself()
 
     @forks.cached_property
     def shapes(self) -> call_shape.CallShapes:
@@ -407,6 +422,13 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         if len(self.configs) > 1 or any(map(torch_compile.lost_options, self.configs)):
             self.shown = torch_compile.one_config(self, self.pruning[0])
             self.early_config_prune = self.shown
+
+    def _show_itself(self) -> None:
+        """Give torch this tuner, not the one that it is a copy of."""
+        if (shown := self.shown) is not None:
+            own = torch_compile.one_config(self, self.pruning[0])
+            names = [n for n in ("shown", "early_config_prune") if vars(self)[n] is shown]
+            self.__dict__.update(dict.fromkeys(names, own))
 
     def isolate(self, isolation: str) -> None:
         """Set `isolation` like the decorator; raises `InvalidSetting`."""

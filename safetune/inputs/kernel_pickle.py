@@ -260,6 +260,8 @@ def _init(obj: Any, state: tuple[Any, ...]) -> None:
     function.__code__ = function.__code__.replace(co_filename=file)
     if source is not None:
         _remember_source(file, *source)
+    else:  # Python 3.13 keeps there, as `<string>`, the text of the `-c` that started this process
+        linecache.cache.pop(file, None)
     obj.__init__(function, **options)
     if text is not None:
         # The cache key is sent as well: Triton 3.6 computes another one for the same functions,

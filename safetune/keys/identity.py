@@ -23,8 +23,10 @@ import inspect
 import itertools
 import math
 import os
+import reprlib
 import struct
 import sys
+import typing
 import uuid
 import weakref
 from collections import OrderedDict, deque
@@ -534,7 +536,7 @@ class Graph:
             "bases": [self._class(base) for base in written.__bases__],
             "fields": {
                 name: self.describe(kind) if isinstance(kind, type) else str(kind)
-                for name, kind in inspect.get_annotations(written).items()
+                for name, kind in _annotations(written).items()
             },
             "members": {
                 name: self._referred(member_value) for name, member_value in sorted(members.items())
@@ -572,6 +574,20 @@ class Graph:
                 if value is not MISSING
             ],
         }
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    """Return the annotations of a class.
+
+    Python 3.14 evaluates them here; one with a name that only a type checker has is its text.
+    """
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        values = inspect.get_annotations(cls, format=Format.FORWARDREF)
+        text = inspect.get_annotations(cls, format=Format.STRING)
+        return {n: text[n] if "ForwardRef(" in str(value) else value for n, value in values.items()}
+    return inspect.get_annotations(cls)
 
 
 _NESTED = frozenset({tuple, list, dict, set, frozenset})
@@ -657,7 +673,11 @@ def _is_of_the_user(name: str, member: Any) -> bool:
 
 def _is_written(member: Any) -> bool:
     """Whether a special method is written in a file; a dataclass's are generated."""
-    return inspect.isfunction(member) and bool(nodes_of(member))
+    if not inspect.isfunction(member):
+        return False
+    if any(member.__globals__ is vars(module) for module in (dataclasses, reprlib, typing)):
+        return _is_written(getattr(member, "__wrapped__", None))  # a `__repr__`
+    return bool(nodes_of(member))
 
 
 def _resolve(name: str, scope: Scope) -> Any:

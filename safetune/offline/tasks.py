@@ -208,6 +208,8 @@ def _yielded(
         raise WorkloadError(
             f"{name} cannot be called with a torch device and a torch dtype: {error} ({location})"
         ) from None
+    except NameError:  # Python 3.14 evaluates annotations here, also those for type checkers alone
+        pass
     try:
         workloads = function(device, dtype)
         if not isinstance(workloads, Iterable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -85,6 +86,19 @@ def test_the_stored_choice_is_the_only_config_in_the_graph(module: Any) -> None:
 
     assert compiled(tuner, 1000).blocks() == [[128]]
     assert compiled(tuner, 2000, dynamic=False).blocks() == [[256]]
+
+
+def test_a_copy_is_traced_as_itself(module: Any) -> None:
+    """It asked the tuner that it is a copy of, which has other configs."""
+    tuner = traced.kernel(module)
+    copied = copy.copy(tuner)
+    copied.configs = tuner.configs[1:]
+    store(tuner, {1000: 0})
+    store(copied, {1000: 1})
+
+    assert compiled(tuner, 1000).blocks() == [[64]]
+    torch._dynamo.reset()
+    assert compiled(copied, 1000).blocks() == [[256]]
 
 
 @pytest.mark.parametrize("mode", ["tune", "frozen", "off"])

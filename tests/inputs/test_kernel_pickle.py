@@ -7,6 +7,7 @@ modules.
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import kernel_pickle
@@ -492,6 +494,19 @@ def test_an_interpreted_kernel_is_the_same_function(
     packed = pack(home, tmp_path / "one_interpreted.py", source)
     assert packed["facts"]["called"] == 61
     assert away.ask(blob=packed["blob"])["facts"] == packed["facts"]
+
+
+def test_a_kernel_without_a_text_gets_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.13 on, `<string>` is the text of the `-c` that started the process, and the
+    interpreter found no `def` in it.
+    """
+    made: dict[str, Any] = {}
+    exec("def kernel(x, n):\n    return n\n", made)
+    packed = kernel_pickle.pack(InterpretedFunction(made["kernel"]), "kernel")
+    text = "import safetune\n"
+    other = {**linecache.cache, "<string>": (len(text), None, [text], "<string>")}
+    monkeypatch.setattr(linecache, "cache", other)
+    assert kernel_pickle.unpack(packed).rewrite()(0, 3) == 3
 
 
 class TestErrors:

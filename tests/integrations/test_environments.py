@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,8 @@ import cloudpickle
 import pytest
 import torch
 
+from safetune import safetune
+from safetune.errors import TuningWarning
 from safetune.miss import reporting
 
 SOURCE = """
@@ -33,7 +37,7 @@ N = 100
 
 
 @triton.jit
-def double(x, n, BLOCK: tl.constexpr):
+def double(x, n, BLOCK: tl.constexpr, UNREAD: tl.constexpr = None):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x + offset, 2 * tl.load(x + offset, mask=offset < n), mask=offset < n)
 
@@ -181,6 +185,41 @@ def test_a_module_that_holds_a_tuner_is_copied_as_with_a_stock_one(
         assert reporting.tunings.begun - begun <= 1
     assert torch.equal(copied.weight, module.weight)
     assert reporting.tunings.begun == begun, "the second round tuned nothing"
+
+
+def test_a_tuner_is_sent_whatever_its_process_has_seen(doubling: ModuleType) -> None:
+    """Its launches went with it, and with them the class of every argument in the process:
+    `TypeError: cannot set '__doc__' attribute of immutable type '_thread.lock'`.
+    """
+    x, n = torch.ones(doubling.N), doubling.N
+    with pytest.warns(TuningWarning, match=r"is not tuned.*_thread\.lock"):
+        doubling.ours[(4,)](x, n, UNREAD=threading.Lock())
+    assert doubling.works(doubling.Doubled(doubling.ours))
+    copied = WAYS["cloudpickle"](doubling.ours)
+    assert doubling.works(doubling.Doubled(copied))
+    assert len(copied.cache) == 1
+
+
+def test_a_tuner_is_identified_by_the_text_that_its_process_reads(
+    doubling: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept the identity of the sender's hook, and so the sender's choices."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "its_hook", ModuleType("its_hook"))  # gone after the test
+
+    def hook(statement: str) -> Any:
+        (folder / "its_hook.py").write_text(f"def hook(nargs, **_):\n    {statement}\n")
+        del sys.modules["its_hook"]
+        importlib.invalidate_caches()
+        return importlib.import_module("its_hook").hook
+
+    decorate = safetune(configs=doubling.CONFIGS, key=["n"], pre_hook=hook("pass"))
+    tuner = decorate(doubling.double)
+    digest, sent = tuner.identity.digest, cloudpickle.dumps(tuner)
+    there = hook("nargs['x'].zero_()")
+    found = pickle.loads(sent)
+    assert found.hooks.pre_hook is there
+    assert found.identity.digest != digest
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.full)])

@@ -552,6 +552,60 @@ def test_functions_that_run_in_place_of_a_text_are_in_the_digest(
     assert digest(load(REPLACED, "a")) != digest(load(REPLACED.replace(old, new), "b"))
 
 
+OF_A_DATACLASS = """
+import dataclasses
+
+@dataclasses.dataclass(repr=True)
+class Table:
+    rows: int = 1
+
+TABLE = Table()
+
+def hook(args):
+    args["x"] = str(TABLE)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_same"),
+    [
+        ("repr=True", "repr=False", True),
+        ("rows: int = 1", "rows: float = 1", False),
+        ("rows: int = 1", "rows: int = 1; __repr__ = lambda self: ''", False),
+    ],
+)
+def test_a_method_that_python_writes_is_not_in_the_digest(
+    load: Load, old: str, new: str, is_same: bool
+) -> None:
+    """Its code was, which differs between versions of Python: they shared no choice."""
+    first = hook_identity(load(OF_A_DATACLASS, "a").hook)
+    assert (first == hook_identity(load(OF_A_DATACLASS.replace(old, new), "b").hook)) is is_same
+
+
+FOR_TYPE_CHECKERS = """
+import typing
+
+if typing.TYPE_CHECKING:
+    from torch import Tensor
+
+class Table:
+    rows: Tensor | None = None
+
+TABLE = Table()
+
+def hook(args):
+    args["x"] = str(TABLE)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="the class cannot be defined")
+@pytest.mark.parametrize(("old", "new"), [("Tensor |", "Parameter |"), ("= None", "= 1")])
+def test_a_class_may_have_names_of_type_checkers(load: Load, old: str, new: str) -> None:
+    """Python 3.14 evaluates them when it is asked for them, which raised."""
+    first, same = (hook_identity(load(FOR_TYPE_CHECKERS, name).hook) for name in "ab")
+    assert first == same != hook_identity(load(FOR_TYPE_CHECKERS.replace(old, new), "c").hook)
+
+
 def test_generated_functions_under_one_file_name_have_their_own_digests() -> None:
     """A template engine may give each text to `linecache` under the same name."""
 
