@@ -230,10 +230,24 @@ def code_generation_switches() -> dict[str, str]:
     rare = [
         *((knobs.runtime, "debug"), (knobs.compilation, "instrumentation_mode")),
         *((knobs.compilation, "override"), (knobs.compilation, "fpsan_homomorphic_casts")),
-        *((knobs.nvidia, name) for name in ("ptxas_options", "mock_ptx_version", "libdevice_path")),
+        *((knobs.nvidia, name) for name in ("ptxas_options", "mock_ptx_version")),
     ]
     switches |= {name: value for of, name in rare if (value := getattr(of, name, None))}
+    if library := knobs.nvidia.libdevice_path:
+        switches["libdevice"] = _file_digest(library)
     return {str(name): str(value) for name, value in switches.items()}
+
+
+@functools.cache
+def _file_digest(path: str) -> str:
+    """Return the digest of a file, which may lie elsewhere on another node; empty without one."""
+    import hashlib
+
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return ""
 
 
 class FilesHash:

@@ -263,7 +263,6 @@ class TestDriver:
             ("compilation", "override", True),
             ("compilation", "fpsan_homomorphic_casts", True),
             ("nvidia", "mock_ptx_version", "8.0"),
-            ("nvidia", "libdevice_path", "/libdevice.bc"),
         ],
     )
     def test_a_knob_that_changes_the_code_is_a_switch_once_it_is_set(
@@ -277,6 +276,16 @@ class TestDriver:
         before = triton_internals.code_generation_switches()
         monkeypatch.setitem(vars(getattr(knobs, group)), name, value)
         assert triton_internals.code_generation_switches() == {**before, name: str(value)}
+
+    def test_another_libdevice_is_a_switch_wherever_it_lies(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        switches = []
+        for name, content in (("a.bc", "1"), ("b.bc", "1"), ("c.bc", "2")):
+            (tmp_path / name).write_text(content)
+            monkeypatch.setitem(vars(knobs.nvidia), "libdevice_path", str(tmp_path / name))
+            switches.append(triton_internals.code_generation_switches())
+        assert switches[0] == switches[1] != switches[2]
 
     def test_options_of_ptxas_are_a_switch_that_triton_itself_does_not_list(
         self, monkeypatch: pytest.MonkeyPatch

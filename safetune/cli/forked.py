@@ -6,20 +6,24 @@ This process imports neither torch nor the target, so each forked one may use a 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import itertools
 import multiprocessing
+import os
 import re
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
 from rich.console import Console
+from rich.markup import escape
 
-from safetune.cli.output import innermost, show_traceback
+from safetune.cli.output import describe, innermost, show_traceback
 from safetune.errors import SafetuneError, TargetError
 from safetune.frozen import dataclass
 
@@ -28,6 +32,11 @@ Place = tuple[int, ...]
 
 #: A row of the output, after the name of its list.
 Result = tuple[str, Any]
+
+_PR_SET_PDEATHSIG = 1
+
+#: How long a process that is done may take to end what it has started.
+_END_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,16 +69,17 @@ def results(work: Work) -> Iterator[Result]:
             Console(stderr=True).status("") as status,
         ):
             try:
-                while message := receiver.recv():
+                while message := _received(process, receiver):
                     if isinstance(message, Exception):
                         raise message
                     if isinstance(message, Step):
                         step = message
-                        status.update("  ".join([*step.failed[1].values()][:3]))
+                        status.update(escape("  ".join([*step.failed[1].values()][:3])))
                     else:
                         over.add(step.place)
                         yield message
-            except EOFError:
+                process.join(_END_S)  # it ends the processes that the target has started
+            except (EOFError, OSError):
                 process.join()
                 ended, reason = True, _reason(process.exitcode or 0, step, stack)
         if ended:
@@ -78,6 +88,21 @@ def results(work: Work) -> Iterator[Result]:
             over.add(step.place)
             name, row = step.failed
             yield name, {**row, "error": reason}
+
+
+def _received(process: BaseProcess, receiver: Connection) -> Any:
+    """Return the next message; raises `EOFError` once the process has ended.
+
+    A process that the target has forked has the pipe open, too, so that its end may never come.
+    """
+    assert process.pid is not None
+    handle = os.pidfd_open(process.pid)
+    try:
+        if receiver not in wait([receiver, handle]):
+            raise EOFError
+    finally:
+        os.close(handle)
+    return receiver.recv()
 
 
 def begin_limit(limit_s: float) -> None:
@@ -89,7 +114,7 @@ def begin_limit(limit_s: float) -> None:
 def _forked(*arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, *arguments))
+    process = context.Process(target=_send, args=(receiver, sender, os.getpid(), *arguments))
     process.start()
     sender.close()
     try:
@@ -100,7 +125,21 @@ def _forked(*arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
         process.join()
 
 
-def _send(sender: Connection, work: Work, over: Container[Place], stack: IO[str]) -> None:
+def _send(
+    receiver: Connection,
+    sender: Connection,
+    parent: int,
+    work: Work,
+    over: Container[Place],
+    stack: IO[str],
+) -> None:
+    error: Exception | None
+    receiver.close()  # else nothing would tell this process that nobody reads any more
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the caller may have it ignored or blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no second traceback
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGALRM, stack, all_threads=False, chain=True)
@@ -113,9 +152,9 @@ def _send(sender: Connection, work: Work, over: Container[Place], stack: IO[str]
                 begin_limit(message.limit_s)
             sender.send(message)
         error = None
-    except SafetuneError as raised:
+    except Exception as raised:
         show_traceback()
-        error = raised
+        error = raised if isinstance(raised, SafetuneError) else TargetError(describe(raised))
     sys.stdout.flush()
     sender.send(error)
 
@@ -126,7 +165,8 @@ def _reason(code: int, step: Step, stack: IO[str]) -> str:
 
     stack.seek(0)
     frames = re.findall(r'File "(.*)", line (\d+) in', stack.read())
-    line = innermost(reversed(frames))
+    inner = itertools.takewhile(lambda frame: frame[0] != __file__, frames)
+    line = innermost(reversed([*inner]))
     if code == -signal.SIGALRM:
         return (
             f"no end within run_timeout_s={step.limit_s:g}{line}. Programs run one after another, "

@@ -16,7 +16,14 @@ from safetune.cli import forked, targets
 from safetune.cli.command import command
 from safetune.cli.emit import emit
 from safetune.cli.forked import Place, Result, Step
-from safetune.cli.output import counted, describe, location_of, prints_to_stderr, typed
+from safetune.cli.output import (
+    counted,
+    describe,
+    location_of,
+    prints_to_stderr,
+    show_traceback,
+    typed,
+)
 from safetune.errors import SafetuneError, TargetError, WorkloadError
 from safetune.show.tables import Block, Table, heading
 
@@ -87,8 +94,10 @@ def _checked(
 
     targets.use_interpreter_without_gpu()
     seen: list[str] = []
+    all_seen = True
     for number, kernel in enumerate(targets.kernels_of(target)):
         if (number,) in over:
+            all_seen = all_seen and not kernel.tuner.workloads
             continue
         no_launch = _launch({"kernel": kernel.name, "shape": "", "dtype": ""}, "all workloads")
         making = Step((number,), ("launches", no_launch))
@@ -102,8 +111,11 @@ def _checked(
                     yield from _checked_task(task, (number, index), most, over)
                     yield making
         except WorkloadError as error:
+            all_seen = False
+            show_traceback()
             yield "launches", {**no_launch, "error": describe(error)}
-    targets.check_shapes(shapes, seen)
+    if all_seen:
+        targets.check_shapes(shapes, seen)
 
 
 def _checked_task(
@@ -161,6 +173,7 @@ def _checked_config(
         outputs=workload.outputs,
         allow=workload.allow,
         each_program=functools.partial(forked.begin_limit, limit_s),
+        at_end=functools.partial(forked.begin_limit, 0.0),
     )
     if alike and report:
         known[alike] = report

@@ -27,7 +27,7 @@ from safetune.errors import TracingError, TuningWarning
 from safetune.inputs.call import Call
 from safetune.keys import encoding
 from safetune.keys.tuning_key import current_index, triton_key, tuning_key
-from safetune.launch.call_shape import pruning, refuse_vmap
+from safetune.launch.call_shape import is_pruning, refuse_vmap
 from safetune.messages import logger, warn
 from safetune.settings import Mode, Settings
 from safetune.tuning.requests import Grids, TuningRequest
@@ -90,7 +90,7 @@ def one_config(tuner: Tuner, early: Any) -> Callable[..., list[Config]]:
             torch.is_tensor(value) or hasattr(value, "block_shape") for value in arguments.values()
         )
         # Someone else asks what is left: a prune function that wraps this one, or a test.
-        if not compiling and (pruning.get() or not (launched or named_args)):
+        if not compiling and (is_pruning() or not (launched or named_args)):
             return configs if early is None else list(early(configs, named_args, **kwargs))
         check(number, launched)
         names = tuple([name for name, _ in unknown])

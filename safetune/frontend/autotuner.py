@@ -29,7 +29,7 @@ from safetune.inputs.call import Hooks, of_the_user
 from safetune.inputs.workload import DeclaredWorkload
 from safetune.keys.identity import base_function, is_interpreted, kernel_identity
 from safetune.keys.key_names import KeyReport
-from safetune.keys.lazy_key import Basis, LazyKey
+from safetune.keys.lazy_key import Basis, LazyKey, hold, names_of
 from safetune.keys.tuning_key import KeyNames
 from safetune.keys.written_key import Key, WrittenKey, written_key
 from safetune.launch import call_shape, fast_path
@@ -125,7 +125,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         do_bench = options.do_bench if is_interpreted(fn) else self._do_bench
         self._around = Hooks(do_bench=do_bench, scratch=tuple(scratch), **own)
         self._topics = set[str]()
-        self.given_up = set[tuple[Any, str]]()
+        self.given_up = set[str]()
         self._take_pruning()
         self.lazy_key = LazyKey(written, policy)
         if policy is PhantomPolicy.ERROR:
@@ -159,7 +159,8 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         made.__dict__.update(self.__dict__, _launches={}, lazy_key=copy.copy(self.lazy_key))
         made.__dict__.pop("shapes", None)
         made.__dict__.pop("_keys", None)
-        made._show_itself()
+        if not call_shape.is_pruning():  # torch sees no copy that only prunes
+            made._show_itself()
         return made
 
     def __getstate__(self) -> Kwargs:
@@ -441,12 +442,12 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         buckets = {name: bucket.function for name, bucket in self.key_names.buckets.items()}
         around = self.hooks.identity_parts()
         around = (*around, buckets) if buckets else around
-        names_hold = self.lazy_key.names_hold(self.fn)  # first, to notice a change meanwhile
-        known: tuple[Any, KernelIdentity] | None = self.__dict__.get("_identity")
-        if known is None or known[0] != around or not names_hold:
-            known = around, kernel_identity(self.fn, around)
+        known: tuple[Any, Any, KernelIdentity] | None = self.__dict__.get("_identity")
+        if known is None or known[0] != around or not hold(known[1]):
+            names = names_of(self.fn)  # first, to notice a change meanwhile
+            known = around, names, kernel_identity(self.fn, around)
             self.__dict__["_identity"] = known
-        return known[1]
+        return known[2]
 
     def explain_key(self) -> KeyReport:
         """Return the class of each name in `key` with the reason; prints readably."""

@@ -71,7 +71,7 @@ def element_type(value: Any) -> Any:
 
 def is_descriptor(value: Any) -> bool:
     """Whether an argument is a tensor descriptor, of Triton or of a compiler that traces one."""
-    return all(hasattr(value, name) for name in ("block_shape", "strides", "base"))
+    return hasattr(value, "block_shape") and hasattr(value, "strides") and hasattr(value, "base")
 
 
 def _order(strides: Sequence[int]) -> tuple[int, ...]:

@@ -46,7 +46,6 @@ from safetune.keys.source_text import (
     is_foreign,
     is_foreign_class,
     is_heap_class,
-    names_in,
     nodes_of,
     source_of,
 )
@@ -419,7 +418,7 @@ class Graph:
         classes = (cls for cls in reversed(kind.__mro__) if not is_foreign_class(cls))
         members = {name: member for cls in classes for name, member in _members(cls).items()}
         written = {
-            name: self.describe(member)
+            name: self._referred(member)
             for name, member in sorted(members.items())
             if name not in kind._fields and _is_of_the_user(name, member)
         }
@@ -524,7 +523,9 @@ class Graph:
             written = cls if original_class is MISSING else original_class
         if issubclass(cls, enum.Enum):
             members = {name: member_value.value for name, member_value in cls.__members__.items()}
-            members |= {n: m for n, m in _members(cls).items() if _is_own_function(m)}
+            members |= {n: m for n, m in _members(cls).items() if _is_enum_function(n, m)}
+            if "__new_member__" in members:  # Python 3.10 has no `_new_member_`
+                members["_new_member_"] = members.pop("__new_member__")
         else:
             members = {
                 name: member
@@ -554,12 +555,13 @@ class Graph:
         return data
 
     def _function(self, jit: Any, function: FunctionType) -> Any:
-        facts, code = facts_of_function(jit, function), function.__code__
+        scope, facts = Scope(function), facts_of_function(jit, function)
+        code = function.__code__
         if facts is None:  # only the compiled code identifies it: that depends on Python's version
             text = encoding.dumps(code_record(code))
-            references = _references_of(code, Scope(function))
+            references = {n: scope.lookup(n) for n in (*code.co_names, *code.co_freevars)}
         else:
-            text, scope = facts.text, Scope(function, facts.imports)
+            text = facts.text
             references = {name: _resolve(name, scope) for name in facts.names}
         references["__wrapped__"] = getattr(function, "__wrapped__", MISSING)
         held = {*code.co_freevars}
@@ -656,18 +658,23 @@ def _is_own_function(member: Any) -> bool:
     return inspect.isfunction(member) and not is_foreign(member)
 
 
+def _is_enum_function(name: str, member: Any) -> bool:
+    """Python and dataclasses add others, under other names in each version."""
+    return _is_own_function(member) and (not name.startswith("_") or _is_written(member))
+
+
 @functools.lru_cache(maxsize=256)
 def _has_functions(cls: type) -> bool:
     """Whether a class, or one below it, has functions of the user's."""
     own = (base for base in cls.__mro__ if not is_foreign_class(base))
-    return any(_is_own_function(member) for base in own for member in _members(base).values())
+    return any(_is_enum_function(*each) for base in own for each in _members(base).items())
 
 
 def _is_of_the_user(name: str, member: Any) -> bool:
     """Whether a member of a named tuple's class is neither generated nor inherited from Python."""
     if name.startswith("__"):
-        return _is_written(member)
-    generated = name in ("_fields", "_field_defaults")
+        return _is_own_function(member) and _is_written(member)
+    generated = name in ("_fields", "_field_defaults", "_abc_impl")
     return _is_own_function(member) if inspect.isfunction(member) else not generated
 
 
@@ -692,21 +699,6 @@ def _resolve(name: str, scope: Scope) -> Any:
             return value
         value = getattr(value, attribute, MISSING)
     return value
-
-
-def _references_of(code: CodeType, scope: Scope) -> dict[str, Any]:
-    """Return the values that compiled code may refer to: any name of it may be an attribute."""
-    names = names_in(code)
-    found = {name: scope.lookup(name) for name in names}
-    pending, seen = list(found.items()), set[int]()
-    while pending:
-        path, value = pending.pop()
-        if isinstance(value, ModuleType) and not is_foreign(value) and id(value) not in seen:
-            seen.add(id(value))
-            members = {f"{path}.{name}": getattr(value, name, MISSING) for name in sorted(names)}
-            found |= members
-            pending += members.items()
-    return found
 
 
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:

@@ -48,7 +48,6 @@ class LazyKey:
         self._policy = policy
         self._basis: Basis | None = None
         self._holds = False
-        self._references: tuple[Fact, ...] = ()
         self._of_a_library = of_a_library.get()  # where the tuner is made
 
     def __copy__(self) -> LazyKey:
@@ -58,7 +57,7 @@ class LazyKey:
 
     def __getstate__(self) -> dict[str, Any]:
         """A tuner travels with a hook that launches it; the process there classifies again."""
-        return {**self.__dict__, "_basis": None, "_holds": False, "_references": ()}
+        return {**self.__dict__, "_basis": None, "_holds": False}
 
     def write(self, written: WrittenKey) -> None:
         """Replace the key."""
@@ -85,18 +84,6 @@ class LazyKey:
         self.report(tuner)
         assert self._basis is not None
         return self._basis
-
-    def names_hold(self, kernel: Any) -> bool:
-        """Whether all names that the kernel and its callees read mean what they did at the last
-        call.
-
-        If not, other code is compiled for a new key, so its trials belong to another identity. A
-        known key launches what is compiled.
-        """
-        if self._references and _hold(self._references):
-            return True
-        self._references = _references(kernel)
-        return False
 
     def _classify(self, tuner: Any) -> None:
         basis = basis_of(tuner.fn, tuner.configs)  # first, so that a change meanwhile is noticed
@@ -129,14 +116,15 @@ class Basis:
 
     def holds(self) -> bool:
         """Whether none of them has changed."""
-        return self.is_of(self.kernel) and _hold(self.hooks)
+        return self.is_of(self.kernel) and hold(self.hooks)
 
     def is_of(self, kernel: Any) -> bool:
         """Whether this is the same kernel and nothing that affects its result has changed."""
-        return kernel is self.kernel and _hold(self.text) and _hold(self.heuristics)
+        return kernel is self.kernel and hold(self.text) and hold(self.heuristics)
 
 
-def _hold(facts: tuple[Fact, ...]) -> bool:
+def hold(facts: tuple[Fact, ...]) -> bool:
+    """Whether each read gives the value that it gave."""
     return all(
         (found := read(argument)) is value or _is_same(found, value)
         for read, argument, value in facts
@@ -159,8 +147,12 @@ def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
     return Basis(kernel, tuple(text), tuple(_of_heuristics(kernel)), hooks)
 
 
-def _references(kernel: Any) -> tuple[Fact, ...]:
-    """Return the steps by which a kernel and its callees resolve all of their names."""
+def names_of(kernel: Any) -> tuple[Fact, ...]:
+    """Return the steps by which a kernel and its callees resolve all of their names.
+
+    While they `hold`, all names mean what they did. Else other code is compiled for a new key, so
+    its trials belong to another identity; a known key launches what is compiled.
+    """
     facts: dict[Any, Fact] = {}
     pending, seen = [base_function(kernel)[0]], set[FunctionType]()
     while pending:

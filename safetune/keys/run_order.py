@@ -6,7 +6,7 @@ A process does not import this module if earlier processes have read all its ker
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from safetune.keys.source_text import (
@@ -17,7 +17,6 @@ from safetune.keys.source_text import (
     body_of,
     children,
     dotted,
-    imports_in,
     parameters,
     stores,
 )
@@ -83,30 +82,25 @@ class RunOrder:
 def free_names(tree: ast.AST) -> list[ast.expr]:
     """Return the dotted names that `tree` reads and does not bind.
 
-    As in Triton's own search, a name is free until the text has bound it. A name that the text
-    imports stays free, as the import may be one of several bindings.
+    As in Triton's own search, a name is free until the text has bound it.
     """
-    visitor = _FreeNames({each.local for each in imports_in(tree)})
+    visitor = _FreeNames()
     visitor.visit(tree)
     return visitor.free
 
 
 class _FreeNames(RunOrder):
-    def __init__(self, imported: Collection[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.free: list[ast.expr] = []
-        self._imported = imported
 
     def read(self, name: ast.Name) -> None:
-        if self._is_free(name.id):
+        if name.id not in self.bound:
             self.free.append(name)
-
-    def _is_free(self, name: str) -> bool:
-        return name not in self.bound or name in self._imported
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute) and (name := dotted(node)):
-            if self._is_free(name.partition(".")[0]):
+            if name.partition(".")[0] not in self.bound:
                 self.free.append(node)
         elif isinstance(node, ast.For):
             self.visit_all([node.iter, node.target, *node.body, *node.orelse])

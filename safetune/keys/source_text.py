@@ -8,8 +8,6 @@ import builtins
 import contextlib
 import copy
 import functools
-import importlib
-import importlib.util
 import inspect
 import linecache
 import os
@@ -17,7 +15,7 @@ import re
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tokenize import TokenError
 from types import CodeType, FunctionType, ModuleType
@@ -80,15 +78,6 @@ class Use(NamedTuple):
     line: int
     callee: str = ""
     slot: int | str = 0
-
-
-class Import(NamedTuple):
-    """One name that an import in a function binds."""
-
-    local: str
-    level: int  # the number of dots before the module
-    module: str
-    name: str  # taken from the module; empty for the module, a dot for its first package
 
 
 @functools.cache
@@ -178,13 +167,10 @@ def definition_line(jit: Any) -> int:
 
 
 class Scope:
-    """The values of a function's free names: from the imports in it, if they are given, then from
-    its closure and its globals.
-    """
+    """The values of a function's free names: from its closure first, then from its globals."""
 
-    def __init__(self, function: FunctionType, imports: Iterable[Import] = ()) -> None:
+    def __init__(self, function: FunctionType) -> None:
         self._globals: Mapping[str, Any] = function.__globals__
-        self._imports = {each.local: each for each in imports}
         self._closure: dict[str, Any] = {}
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -196,9 +182,6 @@ class Scope:
 
     def lookup(self, name: str) -> Any:
         """Return the value of `name`, or `MISSING`."""
-        if name in self._imports:
-            package = self._globals.get("__package__") or self._globals.get("__name__", "")
-            return _imported(self._imports[name], package)
         if name in self._closure:
             return self._closure[name]
         return self._globals.get(name, MISSING)
@@ -210,39 +193,6 @@ class Scope:
         for attribute in attributes:
             value = value if value is MISSING else getattr(value, attribute, MISSING)
         return value
-
-
-def _imported(wanted: Import, package: str) -> Any:
-    """Return what an import in a function of `package` binds, imported now; `MISSING` if that
-    fails.
-
-    Python, the toolchain and other installed packages are `MISSING`, as the text has their names:
-    an import may be in a function because it takes long.
-    """
-    try:
-        module = importlib.util.resolve_name("." * wanted.level + wanted.module, package)
-        top = module.partition(".")[0]
-        if top != package.partition(".")[0] and _is_library(top):
-            return MISSING
-        owner = importlib.import_module(module)
-        if wanted.name == ".":
-            return sys.modules[top]
-        if wanted.name and not hasattr(owner, wanted.name):
-            return importlib.import_module(f"{module}.{wanted.name}")
-    except (Exception, SystemExit):  # of the module's own code
-        return MISSING
-    return getattr(owner, wanted.name) if wanted.name else owner
-
-
-def _is_library(name: str) -> bool:
-    """Whether a package is Python's, the toolchain's or installed, without importing it."""
-    spec = importlib.util.find_spec(name)
-    origin = "built-in" if spec is None or spec.origin == "frozen" else str(spec.origin)
-    return name in _TOOLCHAIN or _is_in_packages(origin) or _is_installed(name, origin)
-
-
-def _is_in_packages(path: str) -> bool:
-    return bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
 
 
 def is_foreign(defined: ModuleType | FunctionType) -> bool:
@@ -279,8 +229,8 @@ def _is_installed(package: str, file: str) -> bool:
     """Whether a file is of the standard library, or of the toolchain's package of this name."""
     path = os.path.normpath(file)  # not by the working directory, which may be gone
     if package in sys.stdlib_module_names:
-        in_library = not _is_in_packages(path) and path.startswith(_standard_library())
-        return file == "built-in" or in_library
+        installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
+        return file == "built-in" or (not installed and path.startswith(_standard_library()))
     if package not in _TOOLCHAIN:
         return False
     folder = next(iter(getattr(sys.modules.get(package), "__path__", ())), "")
@@ -378,7 +328,7 @@ def compiles_to(node: FunctionNode, function: FunctionType) -> bool:
     module. A notebook compiles each statement on its own.
     """
     code = function.__code__
-    imported = names_in(code) & _imported_names(file_text(function))
+    imported = _names_in(code) & _imported_names(file_text(function))
     return any(
         _compiles_to(node, code, names) for names in dict.fromkeys(("", ", ".join(imported)))
     )
@@ -407,7 +357,7 @@ def _imported_names(text: str) -> frozenset[str]:
     while pending:
         node: Any = pending.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {local for local, *_ in imports_of(node)}
+            names |= {each.asname or each.name.partition(".")[0] for each in node.names}
         elif not isinstance(
             node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         ):
@@ -415,26 +365,9 @@ def _imported_names(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def imports_of(node: ast.Import | ast.ImportFrom) -> list[Import]:
-    """Return what an import statement binds."""
-    if isinstance(node, ast.ImportFrom):
-        module, level = node.module or "", node.level
-        return [Import(each.asname or each.name, level, module, each.name) for each in node.names]
-    return [
-        Import(each.asname or each.name.partition(".")[0], 0, each.name, "" if each.asname else ".")
-        for each in node.names
-    ]
-
-
-def imports_in(tree: ast.AST) -> list[Import]:
-    """Return what the import statements anywhere in `tree` bind, sorted."""
-    statements = (n for n in walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)))
-    return sorted(each for statement in statements for each in imports_of(statement))
-
-
-def names_in(code: CodeType) -> frozenset[str]:
+def _names_in(code: CodeType) -> frozenset[str]:
     """Return the names that compiled code refers to, with those of the code in it."""
-    inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset({*code.co_names, *code.co_freevars}).union(*inner)
 
 

@@ -24,14 +24,12 @@ from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.keys.source_text import (
     UNREADABLE,
-    Import,
     Use,
     code_record,
     compiles_to,
     dotted,
     file_text,
     files_in,
-    imports_in,
     nodes_of,
     package_of,
     segment,
@@ -56,15 +54,13 @@ class Facts:
     names: tuple[str, ...]  # the dotted names that it reads and does not bind, sorted
     #: The uses of its parameters, in run order; None if it is not the text of a `def`.
     uses: tuple[Use, ...] | None
-    imports: tuple[Import, ...] = ()  # in the function itself
 
 
 @functools.lru_cache(maxsize=4096)
 def facts_of(text: str) -> Facts:
     """Return the facts of one function's text, from `def` on; raises `UNREADABLE`."""
-    canonical, names, imports, uses = noted("function", text, lambda: _read(text))
-    in_order = None if uses is None else tuple(Use(*use) for use in uses)
-    return Facts(canonical, tuple(names), in_order, tuple(Import(*each) for each in imports))
+    canonical, names, uses = noted("function", text, lambda: _read(text))
+    return Facts(canonical, tuple(names), None if uses is None else tuple(Use(*u) for u in uses))
 
 
 def _read(text: str) -> list[Any]:
@@ -73,11 +69,10 @@ def _read(text: str) -> list[Any]:
 
     tree = tree_of(text)
     names = sorted({dotted(node) for node in run_order.free_names(tree)})
-    uses = None
     match tree.body:
         case [ast.FunctionDef() as function]:
-            uses = run_order.uses_of(function)
-    return [canonical(text), names, imports_in(tree), uses]
+            return [canonical(text), names, run_order.uses_of(function)]
+    return [canonical(text), names, None]
 
 
 def facts_of_function(jit: Any, function: FunctionType) -> Facts | None:
@@ -92,10 +87,7 @@ def facts_of_function(jit: Any, function: FunctionType) -> Facts | None:
         found = noted("text", [file, place, code_record(code)], lambda: _in_its_file(function))
     except UNREADABLE:
         return None
-    if found is None:
-        return None
-    text, names, imports = found
-    return Facts(text, tuple(names), None, tuple(Import(*each) for each in imports))
+    return None if found is None else Facts(found[0], tuple(found[1]), None)
 
 
 def _in_its_file(function: FunctionType) -> list[Any] | None:
@@ -110,8 +102,7 @@ def _in_its_file(function: FunctionType) -> list[Any] | None:
     found = [node for node in nodes_of(function) if compiles_to(node, function)]
     names = {dotted(name) for node in found for name in run_order.free_names(undecorated(node))}
     texts = sorted({canonical(segment(text, node)) for node in found})
-    imports = [each for node in found for each in imports_in(node)]
-    return ["\n".join(texts), sorted(names), imports] if found else None
+    return ["\n".join(texts), sorted(names)] if found else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,6 @@ from safetune.frozen import dataclass
 from safetune.keys import encoding
 from safetune.keys.identity import base_function, code_of, encode
 from safetune.keys.source_text import is_foreign_class
-from safetune.keys.written_key import during
 from safetune.launch import scratch_memory
 
 if TYPE_CHECKING:
@@ -115,7 +114,12 @@ def own_heuristics(kernel: Any) -> tuple[Any, list[Heuristics]]:
 
 
 #: On while a launch prunes, maybe by a function that wraps `torch_compile.one_config`.
-pruning: ContextVar[bool] = ContextVar("safetune_a_launch_prunes", default=False)
+_pruning: ContextVar[bool] = ContextVar("safetune_a_launch_prunes", default=False)
+
+
+def is_pruning() -> bool:
+    """Whether a launch prunes now. Unlike the variable, this travels with what refers to it."""
+    return _pruning.get()
 
 
 def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Config]:
@@ -123,10 +127,13 @@ def pruned_configs(tuner: Autotuner, named: Kwargs, kwargs: Kwargs) -> list[Conf
 
     Triton's code reads the arguments from `tuner.nargs`, so it runs on a copy of the tuner.
     """
-    view = copy.copy(tuner)
-    view.nargs = dict(named)
-    with during(pruning):
+    before = _pruning.set(True)
+    try:
+        view = copy.copy(tuner)
+        view.nargs = dict(named)
         return list(view.prune_configs(dict(kwargs)))
+    finally:
+        _pruning.reset(before)
 
 
 def refuse_vmap(kernel: str, arguments: Iterable[Any] = ()) -> None:
@@ -186,7 +193,7 @@ class Tuner(Protocol):
     measure: MeasurePolicy | None
     same_bits: bool | None
     budget: SearchBudget | None
-    given_up: set[tuple[Any, str]]
+    given_up: set[str]
     configs_timings: dict[Config, list[float]]
     bench_time: float
     tuning_phases: dict[str, float]

@@ -428,7 +428,9 @@ class KeyStates:
     def replace_choices(self, choices: Mapping[Any, Config]) -> None:
         """Make these the choices, and every other key untried."""
         choices = dict(choices)
-        self.choices = Choices(self)  # a program may hold the old ones, to put them back
+        # A program may hold the old ones, to put them back.
+        former, self.choices = self.choices, Choices(self)
+        former.__class__ = _Former  # type: ignore[assignment]
         self.clear()
         self.choices.update(choices)
 
@@ -525,6 +527,12 @@ class Choices(dict[Any, Config]):
 
     setdefault = MutableMapping.setdefault  # type: ignore[assignment]
     update = MutableMapping.update  # type: ignore[assignment]
+
+
+class _Former(dict[Any, Config]):
+    """Choices that a program has put others in the place of: a plain dictionary."""
+
+    __reduce__ = Choices.__reduce__
 
 
 #: Ordered: where two tuners have one key, `safetune.sync` asks the older one first.

@@ -20,6 +20,8 @@ from safetune.config import config_digest, config_record, config_text
 from safetune.errors import NothingToMeasure, NoWorkingConfig, StoreWarning
 from safetune.frozen import dataclass
 from safetune.isolation.fork_server import system_errors
+from safetune.keys import encoding
+from safetune.launch.call_shape import constexpr_names
 from safetune.messages import logger, warn_once
 from safetune.outcome import BUSY, Mark, Outcome, OutputReport, Timing, Verdict
 from safetune.settings import MeasurePolicy
@@ -155,9 +157,12 @@ class _Tuning:
     notes: list[str] = field(default_factory=list)  # see `TuningResult`
     name: str = field(default_factory=lambda: os.urandom(6).hex())  # see `Outcome.tunings`
 
-    def compile_of(self, config: int) -> tuple[object, str]:
+    def compile_of(self, config: int) -> str:
         """What decides how long a config takes to compile."""
-        return self.request.key.dtypes, self.digests[config]
+        key, constants = self.request.key, constexpr_names(self.request.call.kernel)
+        values = [pair for pair in key.values if pair[0] in constants]
+        known = [key.kernel.digest, key.dtypes, key.options, values, self.digests[config]]
+        return encoding.dumps(known)
 
     def unchanged(self) -> ChoiceRecord | None:
         """Return the choice that the key has already, if no new config works beside it."""

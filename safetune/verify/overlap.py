@@ -92,6 +92,7 @@ def check_launch(
     reachable: Sequence[Any] = (),
     timeout_s: float = TIMEOUT_S,
     each_program: Callable[[], object] = lambda: None,
+    at_end: Callable[[], object] = lambda: None,
 ) -> OverlapReport:
     """Do what `check_overlap` does, for arguments of any name; call a function for each program."""
     jit, function = base_function(kernel)
@@ -119,6 +120,7 @@ def check_launch(
         sizes,
         lambda builder: Instruments(watch, builder, each_program).methods(),
     )
+    at_end()
     idle = sorted(set(range(math.prod(sizes))) - watch.storing) if watch.storing else []
     findings = findings_of(memory, watch, outputs)
     allowed = [each for each in findings if each.kind in CLASHES and is_of(each.argument, allow)]

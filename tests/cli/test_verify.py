@@ -296,6 +296,15 @@ class TestFunctionsOfATarget:
 
         assert safetune.json("verify", file)["ok"]
 
+    @pytest.mark.parametrize("fault", ["raise ValueError('no')", "ctypes.string_at(0)"])
+    def test_a_shape_beside_a_workload_function_that_fails(
+        self, safetune: Any, broken: Any, fault: str
+    ) -> None:
+        """It said that there is no such shape."""
+        launches = verified(safetune, broken(fault, "WORKLOAD"), "--shape", "only")["launches"]
+
+        assert [one["verdict"] for one in launches] == ["ok", "ok", "not checked", "ok", "ok"]
+
     def test_no_workload(self, safetune: Any, broken: Any) -> None:
         file = broken("pass")
         file.write_text(file.read_text().replace("    yield ", "    return []; "))

@@ -227,5 +227,5 @@ class TestRoom:
                 1 << 60, {"x": 1 << 30, "weights": 3 << 30, "y": 1, "z": 2 << 30}
             )
         text = str(caught.value)
-        assert "weights (3 GiB), z (2 GiB), x (1 GiB), and" in text
+        assert "weights (3 GiB), z (2 GiB), x (1 GiB), but" in text
         assert "`inputs=`" in text

@@ -165,7 +165,7 @@ class TestTheMachineGoesDown:
         tuned.kernel[(1,)](torch.zeros(16), 16)
         assert 1 not in tuned.launched()
         (line,) = [text for text in caplog.messages if "is not tried" in text]
-        assert "fill_kernel: BLOCK=16 TAG=1" in line
+        assert "fill_kernel: skipping BLOCK=16 TAG=1" in line
         assert "the machine went down" in line
         assert "`safetune clear --failures fill_kernel`" in line
         assert tune(request_of(tuned.kernel, force=True), open_store()).measured == 2
