@@ -263,6 +263,17 @@ def test_a_cache_that_is_swapped_and_put_back() -> None:
     assert launched(kernel, 64, 1, 0) is OTHER
 
 
+def test_a_cache_that_was_replaced_is_a_dictionary_of_its_own() -> None:
+    """What a program did with it was done to the new one."""
+    kernel = ours(["n"])
+    kernel.cache[(64, *FLOATS)] = OTHER
+    former = kernel.cache
+    kernel.cache = {(64, *FLOATS): CONFIGS[1]}
+    assert pickle.loads(pickle.dumps(former)) == former == {(64, *FLOATS): OTHER}
+    former.clear()
+    assert (former, dict(kernel.cache)) == ({}, {(64, *FLOATS): CONFIGS[1]})
+
+
 def test_a_copy_with_a_cache_of_its_own() -> None:
     """Recorders of launches make one: its cache was also the original's."""
     kernel = ours(["n"])

@@ -586,3 +586,14 @@ def test_hooks_that_close_over_different_tensors_make_two_configs(
     script.write_text(OVER_TENSORS)
     done = fresh_process(script)
     assert done.stdout.split() == ["1", "1", "0"], done.stderr
+
+
+class Locked(NamedTuple):
+    first: Any
+    LOCK = threading.Lock()  # type: ignore[misc]
+
+
+def test_what_python_generates_for_a_named_tuple_is_not_in_its_identity() -> None:
+    """Each version generates other functions; and a class may hold what has no identity."""
+    assert encode(Pair(1, 2)) == {"namedtuple": ["Pair", [["first", 1], ["second", 2]], {}]}
+    assert not in_process(encode(Locked(1)))
