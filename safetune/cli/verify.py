@@ -121,7 +121,7 @@ def _checked(
 def _checked_task(
     task: Task, place: Place, most: int, over: Container[Place]
 ) -> Iterator[Step | Result]:
-    """Yield a launch of each config, or one for all, or that the workload is too large."""
+    """Check a task: yield a row for each config, or one row that says why none was launched."""
     from safetune.config import config_text
     from safetune.inputs.call import leaves
     from safetune.verify.overlap import configs_for

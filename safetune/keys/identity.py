@@ -659,7 +659,7 @@ def _is_own_function(member: Any) -> bool:
 
 
 def _is_enum_function(name: str, member: Any) -> bool:
-    """Python and dataclasses add others, under other names in each version."""
+    """Whether the user wrote this function; each version of Python generates others."""
     return _is_own_function(member) and (not name.startswith("_") or _is_written(member))
 
 

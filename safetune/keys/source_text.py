@@ -352,7 +352,7 @@ def _compiles_to(node: FunctionNode, code: CodeType, imported: str) -> bool:
 
 @functools.lru_cache(KEPT_TREES)
 def _imported_names(text: str) -> frozenset[str]:
-    """Return the names that the imports of a file bind in its module."""
+    """Return the names that a file imports at module level."""
     names, pending = set[str](), children(parse(text))
     while pending:
         node: Any = pending.pop()

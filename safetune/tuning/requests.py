@@ -155,7 +155,7 @@ class TuningRequest:
 
     @property
     def compiles_all(self) -> bool:
-        """Whether it waits for every compile, however slow."""
+        """Whether the tuning waits for every compile, even a slow one."""
         return self.goes_on or self.same_bits
 
     @property
