@@ -226,13 +226,12 @@ def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
             raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not {wanted}")
 
 
-def check_seconds(kernel: str, limits: object, *names: str) -> None:
-    """Raise `InvalidSetting` for an attribute of `limits` that is not a positive number."""
-    for name in names:
-        value = getattr(limits, name)
+def check_seconds(owner: str, **limits: object) -> None:
+    """Raise `InvalidSetting` for a limit that is not a positive number."""
+    for name, value in limits.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and 0 < value < float("inf")):
-            raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")
+            raise InvalidSetting(f"{name}={value!r} of {owner} must be a number of seconds over 0")
 
 
 def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[Any]) -> list[Config]:

@@ -250,18 +250,14 @@ def display_url(url: str) -> str:
     return f"{scheme}://{re.split('[?#]', location)[0]}"
 
 
-#: The meaning of a server's SQLSTATE.
+#: The meaning of the usual SQLSTATEs of a server; the class of any other error says what it is.
 _REFUSALS = {
     "25006": "the server is read-only",
-    "28000": "the server does not let this user log in",
     "28P01": "the server rejected the password",
     "3D000": "the server has no such database",
     "42501": "permission denied",
-    "42P01": "the database has no such table",
     "53100": "the server has no disk space left",
     "53300": "the server has no connections left",
-    "57014": "the server took too long",
-    "57P01": "the server closed the connection",
 }
 
 
@@ -320,16 +316,6 @@ class Settings:
     measure: MeasurePolicy | None = None  # None: not given, and as GRAPH
     same_bits: bool = False
 
-    def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
-        """Return a tuner's policy for keys without a choice; its own `on_miss` takes precedence."""
-        return on_miss or self.on_miss
-
-    def measure_of(self, measure: MeasurePolicy | None) -> MeasurePolicy | None:
-        """Return a tuner's timing of short kernels; its own `measure` takes precedence. None: not
-        set.
-        """
-        return measure or self.measure
-
     def same_bits_of(self, same_bits: bool | None) -> bool:
         """Return whether a tuner with this `same_bits` requires the bits of its first config."""
         return self.same_bits if same_bits is None else same_bits
@@ -337,7 +323,7 @@ class Settings:
     def tunes(self, on_miss: MissPolicy | None) -> bool:
         """Whether a tuner with this `on_miss` tunes keys, at once or in the background."""
         tuned = self.mode in (Mode.TUNE, Mode.BACKGROUND)
-        return tuned and self.policy_of(on_miss) in (None, MissPolicy.WARN)
+        return tuned and (on_miss or self.on_miss) in (None, MissPolicy.WARN)
 
     @classmethod
     def current(cls) -> Settings:
@@ -386,16 +372,22 @@ def configure(
         InvalidSetting: unknown mode or policy.
     """
     global _configured
-    given: dict[str, Any] = {}
-    if mode is not None:
-        given["mode"] = parse_choice(Mode, "mode", mode)
-    if on_miss is not None:
-        given["on_miss"] = parse_choice(MissPolicy, "on_miss", on_miss)
-    if measure is not None:
-        given["measure"] = parse_choice(MeasurePolicy, "measure", measure)
-    if same_bits is not None:
-        given["same_bits"] = check_flag("same_bits", same_bits)
+    given = checked_policies(mode=mode, on_miss=on_miss, measure=measure, same_bits=same_bits)
     _configured = {**_configured, **given}
+
+
+#: What `configure` sets, and the checks of the values. A tuner has those after the mode, too.
+_POLICIES: dict[str, Callable[[str, Any], Any]] = {
+    "mode": functools.partial(parse_choice, Mode),
+    "on_miss": functools.partial(parse_choice, MissPolicy),
+    "measure": functools.partial(parse_choice, MeasurePolicy),
+    "same_bits": check_flag,
+}
+
+
+def checked_policies(**given: str | bool | None) -> dict[str, Any]:
+    """Return the values that are not None, as `Settings` has them; raises `InvalidSetting`."""
+    return {n: _POLICIES[n](n, value) for n, value in given.items() if value is not None}
 
 
 def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
@@ -437,9 +429,9 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "SAFETUNE_FAST_LAUNCH": ("fast_launch", _parse_switch),
     "SAFETUNE_LEAVE": ("leave", parse_kernels),
     "SAFETUNE_LOG": ("log_level", functools.partial(_parse_named, LOG_LEVELS)),
-    "SAFETUNE_MEASURE": ("measure", functools.partial(parse_choice, MeasurePolicy)),
-    "SAFETUNE_MODE": ("mode", functools.partial(parse_choice, Mode)),
-    "SAFETUNE_ON_MISS": ("on_miss", functools.partial(parse_choice, MissPolicy)),
+    "SAFETUNE_MEASURE": ("measure", _POLICIES["measure"]),
+    "SAFETUNE_MODE": ("mode", _POLICIES["mode"]),
+    "SAFETUNE_ON_MISS": ("on_miss", _POLICIES["on_miss"]),
     "SAFETUNE_PACKS": ("packs", _directories),
     "SAFETUNE_PHANTOM": ("phantom", functools.partial(parse_choice, PhantomPolicy)),
     "SAFETUNE_SAME_BITS": ("same_bits", _parse_switch),

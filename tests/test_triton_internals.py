@@ -35,7 +35,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
-from safetune import triton_compile, triton_internals, triton_launch
+from safetune import triton_internals, triton_launch
 from safetune.both import backend
 from safetune.keys.tuning_key import current_index
 from safetune.miss.resolve import why_not_isolated
@@ -568,17 +568,6 @@ class TestCompileStep:
     def test_a_kernel_of_another_kind_has_no_copy(self, jit: Any) -> None:
         tuner = triton.autotune(configs=[triton.Config({})], key=[])(jit)
         assert triton_internals.private_copy(tuner) == (tuner, None)
-
-    def test_compilations_are_counted_and_the_listener_stays(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        events: list[Any] = []
-        listener = lambda **event: events.append(event)  # noqa: E731
-        monkeypatch.setattr(knobs.compilation, "listener", listener)
-        with triton_compile.compilations() as made:
-            knobs.compilation.listener(src=1)
-        assert (len(made), events) == (1, [{"src": 1}])
-        assert knobs.compilation.listener is listener
 
 
 class TestScratchMemory:

@@ -44,7 +44,7 @@ from safetune.settings import (
     PhantomPolicy,
     SearchBudget,
     Settings,
-    check_flag,
+    checked_policies,
     parse_choice,
 )
 from safetune.tuning.requests import Limits
@@ -82,43 +82,37 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     `safetune` creates it and documents the parameters.
     """
 
+    on_miss: MissPolicy | None
+    measure: MeasurePolicy | None
+    same_bits: bool | None
     needs_scratch = False  # until a launch needs it
     #: Triton's tuner has the arguments here for the time of a launch, and None after it.
     nargs: dict[str, Any] | None = None
 
-    def __init__(self, fn: Any, arg_names: list[str], *given: Any, **named: Any) -> None:
-        """Accept the constructor arguments of Triton's tuner, in its order, or `Options`."""
-        is_whole = len(given) == 1 and isinstance(given[0], Options)
-        options = given[0] if is_whole else Options.of_constructor(*given, **named)
+    def __init__(self, fn: Any, options: Options) -> None:
         name, settings = base_function(fn)[1].__name__, Settings.current()
-        configs = check_configs(name, options.configs, arg_names)
+        configs = check_configs(name, options.configs, fn.arg_names)
         names = {
             n: tupled(getattr(options, n)) for n in ("reset_to_zero", "restore_value", "scratch")
         }
-        check_names(name, arg_names, names)
+        check_names(name, fn.arg_names, names)
         own: Kwargs = {"reference": options.reference, "inputs": options.inputs}
         check_functions(name, {**own, "proposer": options.proposer})
         self.budget = SearchBudget.parse(name, options.budget)
         self.proposer = options.proposer
-        self.limits = Limits(options.compile_timeout_s, options.run_timeout_s)
-        check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
+        seconds = {n: getattr(options, n) for n in ("compile_timeout_s", "run_timeout_s")}
+        check_seconds(name, **seconds)
+        self.limits = Limits(**seconds)
         self.isolate(options.isolation)
-        self.on_miss: MissPolicy | None = None
-        if options.on_miss is not None:
-            self.on_miss = parse_choice(MissPolicy, "on_miss", options.on_miss)
-        self.measure: MeasurePolicy | None = None
-        if options.measure is not None:
-            self.measure = parse_choice(MeasurePolicy, "measure", options.measure)
-        self.same_bits = options.same_bits
-        if self.same_bits is not None:
-            check_flag("same_bits", self.same_bits)
+        policies = {n: getattr(options, n) for n in ("on_miss", "measure", "same_bits")}
+        vars(self).update({**policies, **checked_policies(**policies)})
         policy = parse_choice(PhantomPolicy, "phantom", options.phantom or settings.phantom.value)
         written = written_key(fn, options.key, options.keep, options.prune_configs_by)
         functions = {**vars(options), **(options.prune_configs_by or {})}
         check_functions(name, {n: functions.get(n) or None for n in _FUNCTIONS})
         self.states = KeyStates(self)
         scratch = names.pop("scratch")
-        super().__init__(fn, arg_names, configs, (), **{**options.of_triton(), **names})
+        super().__init__(fn, fn.arg_names, configs, (), **{**options.of_triton(), **names})
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         self.tuning_phases: dict[str, float] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -13,7 +12,8 @@ from typing import Any
 
 from safetune import forks, triton_internals
 from safetune.both import backend
-from safetune.errors import CaptureWarning, InvalidSetting, NoDevice
+from safetune.config import check_seconds
+from safetune.errors import CaptureWarning, NoDevice
 from safetune.frozen import dataclass
 from safetune.isolation import measuring_child
 from safetune.launch import scratch_memory
@@ -63,18 +63,14 @@ class Watch:
     """
 
     def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
-        number = isinstance(watchdog_s, (int, float))
-        if watchdog_s is not None and not (number and watchdog_s > 0):
-            raise InvalidSetting(
-                f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None"
-            )
+        if watchdog_s is not None:
+            check_seconds("safetune.graph", watchdog_s=watchdog_s)
         self._name = name
         self._watchdog_s = watchdog_s
         self._capture = 0
         self._begin_s = time.monotonic()
         self._tunings = reporting.tunings.begun
-        longest_s = min(watchdog_s or math.inf, threading.TIMEOUT_MAX)
-        self._watchdog = threading.Timer(longest_s, self._took_too_long)
+        self._watchdog = threading.Timer(watchdog_s or 0.0, self._took_too_long)
         self._watchdog.name, self._watchdog.daemon = "safetune-watchdog", True
         self._final: CaptureReport | None = None
 
@@ -171,22 +167,12 @@ def graph(
     if not torch.cuda.is_available():
         raise NoDevice("safetune.graph needs a GPU, and torch does not find one")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
+    # torch does not go back to the current stream if a capture cannot begin or end.
+    same_stream_after = torch.cuda.stream(torch.cuda.current_stream())
     quiet = backend.no_collection()
-    with watch, _same_stream_after(), modules_stay_loaded(), quiet, unmasked(inner):
+    with watch, same_stream_after, modules_stay_loaded(), quiet, unmasked(inner):
         watch.begin()
         yield watch
-
-
-@contextlib.contextmanager
-def _same_stream_after() -> Iterator[None]:
-    """Restore the current stream: torch does not, if a capture cannot begin or end."""
-    import torch
-
-    stream = torch.cuda.current_stream()
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(stream)
 
 
 _unloading = forks.lock()

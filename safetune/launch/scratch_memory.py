@@ -21,7 +21,6 @@ _BASE_ALIGNMENT = 256
 _MOST_ALIGNMENT = 4096
 
 _lock = forks.lock()
-_observers: list[list[int]] = []
 
 #: The largest request so far, by device. `safetune.graph` reserves as much for a capture.
 _largest: dict[int, int] = {}
@@ -77,8 +76,6 @@ def allocate(size: int, alignment: int, stream: int | None) -> Block:
     device = torch.cuda.current_device()
     with _lock:
         _largest[device] = max(size, _largest.get(device, 0))
-        for sizes in _observers:
-            sizes.append(size)
     found = backend.current()
     capture = 0 if found is None or stream is None else found.capture_id(stream)
     if stream is None or not capture or not size:
@@ -100,19 +97,6 @@ def scratch_allocator() -> Iterator[None]:
     """
     with triton_launch.default_allocator(allocate):
         yield
-
-
-@contextlib.contextmanager
-def observed() -> Iterator[list[int]]:
-    """Yield a list that collects the bytes of each request, from any thread."""
-    sizes: list[int] = []
-    with _lock:
-        _observers.append(sizes)
-    try:
-        yield sizes
-    finally:
-        with _lock:
-            _observers[:] = [other for other in _observers if other is not sizes]
 
 
 def reserve(capture: int, stream: int) -> None:

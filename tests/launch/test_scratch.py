@@ -261,13 +261,6 @@ class TestMemory:
             del block
             assert memory.live == [], "the launcher has let go of it, and so is it free again"
 
-    def test_an_observer_sees_the_sizes_of_all_threads(self, memory: Memory) -> None:
-        with scratch_memory.observed() as sizes:
-            scratch_memory.allocate(100, 128, 1)
-            _in_thread(lambda: scratch_memory.allocate(300, 128, 1))
-        scratch_memory.allocate(500, 128, 1)
-        assert sizes == [100, 300]
-
     def test_a_graph_of_torch_s_keeps_its_own(self, memory: Memory, driver: Any) -> None:
         memory.pool = (0, 7)
         with driver.capturing(3):
