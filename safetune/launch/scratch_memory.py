@@ -1,16 +1,15 @@
 """Memory that Triton requests at a launch: global scratch, for device-side tensor descriptors.
 
 Triton has no allocator of its own. The user's is in a context variable, which new threads and
-autograd's backward threads do not see. A launch without an allocator fails before anything reaches
-the device. It is then repeated with this module's allocator, which later launches of the kernel use
-at once. A visible user allocator takes precedence. This module's is set only during such launches.
+autograd's backward threads do not see. A visible user allocator takes precedence. This module's is
+set only during launches of safetuned kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from safetune import forks, triton_launch
@@ -89,14 +88,12 @@ def launch(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def scratch_allocator() -> Iterator[None]:
+def scratch_allocator() -> contextlib.AbstractContextManager[None]:
     """Give plain Triton kernels scratch memory in this thread, in the body.
 
     An allocator that the thread already sees stays in place. Kernels under `@safetune` need none.
     """
-    with triton_launch.default_allocator(allocate):
-        yield
+    return triton_launch.default_allocator(allocate)
 
 
 def reserve(capture: int, stream: int) -> None:
