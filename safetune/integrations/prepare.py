@@ -72,11 +72,14 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
         )
     tunings, launches = reporting.tunings.made, _Launches()
     with _one_at_a_time, resolve.waiting():
-        with observers.added(launches):
+        observers.add(launches)
+        try:
             fn(*args, **kwargs)
             waited = [background.wait(launched.state) for launched in launches.seen.values()]
             if any(waited):
                 fn(*args, **kwargs)
+        finally:
+            observers.remove(launches)
         if (device := backend.current()) is not None:
             device.synchronize()
         for index in {launched.device for launched in launches.seen.values()}:
