@@ -85,7 +85,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     on_miss: MissPolicy | None
     measure: MeasurePolicy | None
     same_bits: bool | None
-    needs_scratch = False  # until a launch needs it
     #: Triton's tuner has the arguments here for the time of a launch, and None after it.
     nargs: dict[str, Any] | None = None
 
@@ -102,10 +101,10 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         self.proposer = options.proposer
         seconds = {n: getattr(options, n) for n in ("compile_timeout_s", "run_timeout_s")}
         check_seconds(name, **seconds)
-        self.limits = Limits(**seconds)
-        self.isolate(options.isolation)
+        self.isolation = parse_choice(Isolation, "isolation", options.isolation)
+        self.limits = Limits(**seconds, fresh_process=self.isolation is Isolation.CONFIG)
         policies = {n: getattr(options, n) for n in ("on_miss", "measure", "same_bits")}
-        vars(self).update({**policies, **checked_policies(**policies)})
+        self.__dict__.update({**policies, **checked_policies(**policies)})
         policy = parse_choice(PhantomPolicy, "phantom", options.phantom or settings.phantom.value)
         written = written_key(fn, options.key, options.keep, options.prune_configs_by)
         functions = {**vars(options), **(options.prune_configs_by or {})}
@@ -355,16 +354,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Return the configs that pruning leaves for one call, without changing this tuner."""
         return call_shape.pruned_configs(self, named, kwargs)
 
-    def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Compile in this process every config that pruning leaves, as `triton.autotune` does."""
-        shape = self.shapes.of(args, kwargs)
-        named = call_shape.named_arguments(self.arg_names, args)
-        pinned_args, pinned_kwargs = shape.pinned(args, kwargs)
-        return [
-            self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
-            for config in self.pruned_for(named, kwargs)
-        ]
-
     def resolve(
         self, /, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
     ) -> Resolved:
@@ -424,11 +413,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             own = torch_compile.one_config(self, self.pruning[0])
             names = [n for n in ("shown", "early_config_prune") if vars(self)[n] is shown]
             self.__dict__.update(dict.fromkeys(names, own))
-
-    def isolate(self, isolation: str) -> None:
-        """Set `isolation` like the decorator; raises `InvalidSetting`."""
-        self.isolation = parse_choice(Isolation, "isolation", isolation)
-        self.limits = replace(self.limits, fresh_process=self.isolation is Isolation.CONFIG)
 
     @property
     def identity(self) -> KernelIdentity:
@@ -543,14 +527,16 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         for observer in observers.active:
             observer.miss(self)
         call_shape.refuse_vmap(self.base_fn.__name__, args)
+        if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
+            config = miss_resolve.resolve(self, state, args, kwargs, running)
+        else:
+            with state.lock:  # of threads that miss a key, the others get the first one's config
+                config = state.hit or miss_resolve.resolve(self, state, args, kwargs)
         if Settings.current().mode is Mode.RECORD:
             from safetune.frontend import call_counts
 
             call_counts.begin(state)
-        if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
-            return miss_resolve.resolve(self, state, args, kwargs, running)
-        with state.lock:  # of threads that miss the same key, the others get the first one's config
-            return state.hit or miss_resolve.resolve(self, state, args, kwargs)
+        return config
 
 
 class WrittenNames(list[str]):
