@@ -32,6 +32,10 @@ _HOMES = {
     "sync": "miss.sync",
 }
 
+_classes = [each for each in vars(errors).values() if isinstance(each, type)]
+_errors = [each.__name__ for each in _classes if each.__module__ == errors.__name__]
+_NAMES = sorted([*_HOMES, *_errors, "__version__"])
+
 if TYPE_CHECKING:
     from safetune.config import space as space
     from safetune.errors import *  # noqa: F403
@@ -54,9 +58,7 @@ if TYPE_CHECKING:
     from safetune.tuning.search import Proposer as Proposer
     from safetune.tuning.search import Trial as Trial
 else:
-    _classes = [each for each in vars(errors).values() if isinstance(each, type)]
-    _errors = [each.__name__ for each in _classes if each.__module__ == errors.__name__]
-    __all__ = sorted([*_HOMES, *_errors, "__version__"])
+    __all__ = _NAMES
 
 
 def __getattr__(name: str) -> Any:
@@ -64,7 +66,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("safetune")
-    if name not in __all__:
+    if name not in _NAMES:
         raise AttributeError(f"module 'safetune' has no attribute {name!r}")
     import importlib
 
@@ -83,7 +85,7 @@ def _install_if_asked() -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return _NAMES
 
 
 _install_if_asked()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
-from safetune.messages import logger, warn
+from safetune.messages import distributed, logger, warn_once
 
 
 class Mode(str, Enum):
@@ -89,11 +89,13 @@ LOG_LEVELS = {"quiet": logging.ERROR, "info": logging.INFO, "debug": logging.DEB
 
 def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
     """Return the member of `kind` with this value; raises `InvalidSetting` with the valid ones."""
-    try:
-        return kind(value)
-    except ValueError:
-        valid = ", ".join(str(member.value) for member in kind)
-        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {valid}") from None
+    return _parse_named({member.value: member for member in kind}, name, value)
+
+
+def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
+    if value not in values:
+        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {', '.join(values)}")
+    return values[value]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -217,21 +219,20 @@ def check_url(name: str, url: str) -> str:
 
     Checks only its form, so that reading the settings imports nothing.
     """
-    problem, kind = "", shared_kind(url)
-    scheme, separator, rest = url.partition("://")
-    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
-        problem = "it has no scheme"
-    elif kind is SharedKind.DIRECTORY and not rest.startswith("/"):
-        problem = "a file URL is file:// and an absolute path"
-    elif not rest and kind is not SharedKind.POSTGRES and scheme != "memory":
-        problem = "it has no host or path"
-    if problem:
+    if not _SHARED_URL.fullmatch(url):
         raise InvalidSetting(
-            f"{name}={display_url(url)!r} is not the URL of a shared store: {problem}; "
-            "give file:///directory, postgresql://host/database, or a URL that fsspec knows, such "
-            "as s3://bucket/folder"
+            f"{name}={display_url(url)!r} is not the URL of a shared store; give "
+            "file:///directory, postgresql://host/database, or a URL that fsspec knows, such as "
+            "s3://bucket/folder"
         )
     return url
+
+
+#: Where a URL may be empty after its scheme, the driver has a default. The path of a file is
+#: absolute.
+_SHARED_URL = re.compile(
+    r"(postgres|postgresql|memory)://.*|file:///.*|(?!file:)[a-z][a-z0-9+.-]*://.+", re.IGNORECASE
+)
 
 
 def display_url(url: str) -> str:
@@ -329,7 +330,9 @@ class Settings:
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
         configured = tuple(_configured.items())
-        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), configured)
+        group = distributed()  # srun and MPI set no WORLD_SIZE
+        ranks = 1 if group is None else int(group.get_world_size())
+        found = _settings(tuple(map(os.environ.get, _READ)), ranks, configured)
         if found.log_level != _log_level_set:
             _set_log_level(found.log_level)
         return found
@@ -388,12 +391,6 @@ _POLICIES: dict[str, Callable[[str, Any], Any]] = {
 def checked_policies(**given: str | bool | None) -> dict[str, Any]:
     """Return the values that are not None, as `Settings` has them; raises `InvalidSetting`."""
     return {n: _POLICIES[n](n, value) for n, value in given.items() if value is not None}
-
-
-def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
-    if value not in values:
-        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {', '.join(values)}")
-    return values[value]
 
 
 _parse_switch = functools.partial(_parse_named, {"0": False, "1": True})
@@ -457,7 +454,9 @@ def _settings(
     values: tuple[str | None, ...], ranks: int, configured: tuple[tuple[str, Any], ...]
 ) -> Settings:
     """Return the settings for the values of `_READ`: a library has hundreds of tuners."""
-    _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
+    if unknown := {n for n in os.environ if n.startswith("SAFETUNE_")} - VARIABLES:
+        text = f"ignoring unknown setting {with_nearest(sorted(unknown), VARIABLES)}"
+        warn_once(text, SettingWarning)
     given = {name: value for name, value in zip(_READ, values, strict=True) if value}
     world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
     fields = {
@@ -487,38 +486,14 @@ def kept_by_run() -> frozenset[tuple[str, str]]:
     return parse_keep("--keep", os.environ.get(RUN_KEEP, ""))
 
 
-def _distributed_size() -> int:
-    """Return the number of ranks by torch.distributed, or 1; srun and MPI set no WORLD_SIZE."""
-    found = distributed()
-    return 1 if found is None else int(found.get_world_size())
-
-
-def distributed() -> Any:
-    """Return torch.distributed if the program has initialised it; None otherwise. Imports
-    nothing.
-    """
-    found = sys.modules.get("torch.distributed")
-    # The function is missing in builds of torch without it, and during the import.
-    return found if getattr(found, "is_initialized", bool)() else None
-
-
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
     """Return the number in a launcher's variable."""
     text = given.get(name, str(default))
     if not (text.isdecimal() and int(text) > 0):
-        _warn(f"{name}={text!r} is not a positive integer; using {default}")
+        text = f"{name}={text!r} is not a positive integer; using {default}"
+        warn_once(text, SettingWarning)
         return default
     return int(text)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    warn(text, SettingWarning)
-
-
-def _warn_of_unknown(names: frozenset[str]) -> None:
-    if names:
-        _warn(f"ignoring unknown setting {with_nearest(sorted(names), VARIABLES)}")
 
 
 def _default_cache_dir() -> str:
