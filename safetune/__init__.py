@@ -3,77 +3,13 @@
 Importing it imports neither torch nor triton; the names below do so when they are first used.
 """
 
-# ruff: noqa: F405
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from safetune.config import space
-    from safetune.errors import *  # noqa: F403
-    from safetune.frontend.autotuner import Autotuner
-    from safetune.frontend.decorator import autotune, safetune
-    from safetune.inputs.workload import Workload
-    from safetune.integrations.graph import graph
-    from safetune.integrations.install import install
-    from safetune.integrations.prepare import prepare
-    from safetune.launch.scratch_memory import scratch_allocator
-    from safetune.miss.sync import sync
-    from safetune.offline.warm import preload
-    from safetune.outcome import Outcome, Timing, Verdict
-    from safetune.settings import configure
-    from safetune.tuning.search import History, Neighbour, Proposer, Trial
+from safetune import errors
 
-__all__ = [
-    "Autotuner",
-    "CaptureError",
-    "CaptureWarning",
-    "DisputeWarning",
-    "History",
-    "InvalidConfig",
-    "InvalidOperand",
-    "InvalidSetting",
-    "KernelNotTransferable",
-    "MissError",
-    "MissingChoice",
-    "Neighbour",
-    "NoDevice",
-    "NoMemory",
-    "NoWorkingConfig",
-    "NotInterpretable",
-    "NotReproducible",
-    "Outcome",
-    "PhantomKey",
-    "PhantomKeyWarning",
-    "Proposer",
-    "SafetuneError",
-    "SafetuneWarning",
-    "SettingWarning",
-    "StoreError",
-    "StoreWarning",
-    "TargetError",
-    "Timing",
-    "TracingError",
-    "Trial",
-    "TuningWarning",
-    "Verdict",
-    "WorkerUnavailable",
-    "Workload",
-    "WorkloadError",
-    "__version__",
-    "autotune",
-    "configure",
-    "graph",
-    "install",
-    "preload",
-    "prepare",
-    "safetune",
-    "scratch_allocator",
-    "space",
-    "sync",
-]
-
-#: Where the names are that `errors` does not have.
+#: The public names that are not of `errors`, and the modules that define them.
 _HOMES = {
     "Autotuner": "frontend.autotuner",
     "History": "tuning.search",
@@ -96,13 +32,41 @@ _HOMES = {
     "sync": "miss.sync",
 }
 
+_classes = [each for each in vars(errors).values() if isinstance(each, type)]
+_errors = [each.__name__ for each in _classes if each.__module__ == errors.__name__]
+_NAMES = sorted([*_HOMES, *_errors, "__version__"])
+
+if TYPE_CHECKING:
+    from safetune.config import space as space
+    from safetune.errors import *  # noqa: F403
+    from safetune.frontend.autotuner import Autotuner as Autotuner
+    from safetune.frontend.decorator import autotune as autotune
+    from safetune.frontend.decorator import safetune as safetune
+    from safetune.inputs.workload import Workload as Workload
+    from safetune.integrations.graph import graph as graph
+    from safetune.integrations.install import install as install
+    from safetune.integrations.prepare import prepare as prepare
+    from safetune.launch.scratch_memory import scratch_allocator as scratch_allocator
+    from safetune.miss.sync import sync as sync
+    from safetune.offline.warm import preload as preload
+    from safetune.outcome import Outcome as Outcome
+    from safetune.outcome import Timing as Timing
+    from safetune.outcome import Verdict as Verdict
+    from safetune.settings import configure as configure
+    from safetune.tuning.search import History as History
+    from safetune.tuning.search import Neighbour as Neighbour
+    from safetune.tuning.search import Proposer as Proposer
+    from safetune.tuning.search import Trial as Trial
+else:
+    __all__ = _NAMES
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
         return version("safetune")
-    if name not in __all__:
+    if name not in _NAMES:
         raise AttributeError(f"module 'safetune' has no attribute {name!r}")
     import importlib
 
@@ -114,29 +78,14 @@ def __getattr__(name: str) -> Any:
 def _install_if_asked() -> None:
     import importlib
 
-    from safetune.errors import InvalidSetting
     from safetune.settings import installs
 
-    try:
-        asked = installs()
-    except InvalidSetting:
-        if _is_the_command():
-            return  # the command reports it itself, on one line
-        raise
-    if asked:
+    if installs():
         importlib.import_module("safetune.integrations.install").when_triton_is_imported()
 
 
-def _is_the_command() -> bool:
-    import os
-    import sys
-
-    program = sys.orig_argv[-len(sys.argv) :][:1]  # the script, or the name after -m
-    return [os.path.basename(name) for name in program] in (["safetune"], ["-msafetune"])
-
-
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return _NAMES
 
 
 _install_if_asked()

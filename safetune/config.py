@@ -88,26 +88,21 @@ def check_configs(
     """
     from triton.runtime.autotuner import Config
 
-    if isinstance(configs, Config):
-        raise InvalidConfig(f"configs of {kernel_name} is one triton.Config; write configs=[...]")
     if configs is not None and not isinstance(configs, Iterable):
-        raise InvalidConfig(f"configs={configs!r} of {kernel_name} is not a list of triton.Configs")
+        raise InvalidConfig(
+            f"configs={configs} of {kernel_name} is not a list of triton.Configs; write [...]"
+        )
     checked: list[Config] = []
     seen: set[Any] = set()
     for position, config in enumerate(configs or ()):
-        if not isinstance(config, Config):
+        if not (isinstance(config, Config) and isinstance(config.kwargs, Mapping)):
             raise InvalidConfig(
                 f"configs[{position}] of {kernel_name} is {config!r} ({type(config).__name__}); "
                 "it must be a triton.Config, e.g. triton.Config({'BLOCK': 128}, num_warps=4)"
             )
-        kwargs = config.kwargs
-        if not isinstance(kwargs, Mapping):
-            raise InvalidConfig(
-                f"configs[{position}] of {kernel_name} is triton.Config({kwargs!r}, ...); give it "
-                "the kernel's parameters by name, e.g. triton.Config({'BLOCK': 128})"
-            )
+        names = config.kwargs
         check_functions(kernel_name, {f"configs[{position}].pre_hook": config.pre_hook})
-        if unknown := [n for n in kwargs if n not in parameters and n not in backend_options()]:
+        if unknown := [n for n in names if n not in parameters and n not in backend_options()]:
             raise InvalidConfig(
                 f"configs[{position}] of {kernel_name} sets {with_nearest(unknown, parameters)}, "
                 f"which is neither a parameter of the kernel ({', '.join(parameters)}) nor a "
@@ -142,11 +137,8 @@ def _parts(config: Config) -> tuple[Any, ...]:
 
 def distinct(configs: Iterable[Config]) -> tuple[Config, ...]:
     """Return the first config of each digest, in order, whatever `==` says."""
-    listed = list(configs)
-    if len({*map(_parts, listed)}) == len(listed) and all(map(_is_plain, listed)):
-        return tuple(listed)
     found: dict[str, Config] = {}
-    for config in listed:
+    for config in configs:
         found.setdefault(config_digest(config), config)
     return tuple(found.values())
 
@@ -226,13 +218,12 @@ def check_functions(kernel: str, parameters: Mapping[str, object]) -> None:
             raise InvalidSetting(f"{parameter}={value!r} of {kernel} is not {wanted}")
 
 
-def check_seconds(kernel: str, limits: object, *names: str) -> None:
-    """Raise `InvalidSetting` for an attribute of `limits` that is not a positive number."""
-    for name in names:
-        value = getattr(limits, name)
+def check_seconds(owner: str, **limits: Any) -> None:
+    """Raise `InvalidSetting` for a limit that is not a positive number."""
+    for name, value in limits.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and 0 < value < float("inf")):
-            raise InvalidSetting(f"{name}={value!r} of {kernel} must be a number of seconds over 0")
+            raise InvalidSetting(f"{name}={value!r} of {owner} must be a number of seconds over 0")
 
 
 def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[Any]) -> list[Config]:
@@ -250,14 +241,11 @@ def space(*, where: Callable[[Any], object] | None = None, **values: Iterable[An
     """
     from triton.runtime.autotuner import Config
 
-    listed: dict[str, list[Any]] = {}
     for name, given in values.items():
-        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        if isinstance(given, str) or not isinstance(given, Iterable):
             raise InvalidSetting(f"{name}={given!r} is not a list of values; write {name}=[...]")
-        listed[name] = list(given)
-    combinations = [
-        dict(zip(listed, chosen, strict=True)) for chosen in itertools.product(*listed.values())
-    ]
+    products = itertools.product(*values.values())
+    combinations = [dict(zip(values, chosen, strict=True)) for chosen in products]
     kept = [c for c in combinations if where is None or where(SimpleNamespace(**c))]
     if not kept:
         raise InvalidSetting(

@@ -18,7 +18,6 @@ import os
 import threading
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
@@ -38,34 +37,25 @@ STAGES: tuple[str, ...] = get_args(Stage)
 
 Hook = Callable[[], object]
 
-#: By event, which is the name of a parameter of `register`, and stage: what returns the hook, or
-#: None where its object is gone.
-_hooks: defaultdict[tuple[str, str], list[Callable[[], Hook | None]]] = defaultdict(list)
+_FORK_EVENTS = ("before", "after_in_parent", "after_in_child")
+
+#: By event and stage: what returns the hook, or None where its object is gone.
+_hooks: dict[tuple[str, str], list[Callable[[], Hook | None]]] = {
+    (event, stage): [] for event in (*_FORK_EVENTS, "at_exit") for stage in STAGES
+}
 
 
-def register(
-    stage: Stage,
-    *,
-    before: Hook | None = None,
-    after_in_parent: Hook | None = None,
-    after_in_child: Hook | None = None,
-    at_exit: Hook | None = None,
-) -> None:
-    """Call hooks around every fork of this process, and when it exits.
+def register(stage: Stage, **hooks: Hook) -> None:
+    """Call hooks around every fork of this process, and when it exits: `before`, `after_in_parent`,
+    `after_in_child`, `at_exit`.
 
     A method is called only while its object lives; registering it does not keep the object alive.
     """
     _listen()
-    for event, hook in (
-        ("before", before),
-        ("after_in_parent", after_in_parent),
-        ("after_in_child", after_in_child),
-        ("at_exit", at_exit),
-    ):
-        if hook is not None:
-            is_method = isinstance(hook, types.MethodType)
-            kept = weakref.WeakMethod(hook) if is_method else functools.partial(_same, hook)
-            _hooks[event, stage].append(kept)
+    for event, hook in hooks.items():
+        is_method = isinstance(hook, types.MethodType)
+        kept = weakref.WeakMethod(hook) if is_method else functools.partial(_same, hook)
+        _hooks[event, stage].append(kept)
 
 
 def lock(kind: Callable[[], Any] = threading.Lock) -> Any:
@@ -108,8 +98,7 @@ def register_worker_exit(owner: object, hook: Hook) -> None:
 def _listen() -> None:
     atexit.register(_run, "at_exit")
     if hasattr(os, "register_at_fork"):
-        events = ("before", "after_in_parent", "after_in_child")
-        os.register_at_fork(**{event: functools.partial(_run, event) for event in events})
+        os.register_at_fork(**{event: functools.partial(_run, event) for event in _FORK_EVENTS})
 
 
 def _run(event: str) -> None:

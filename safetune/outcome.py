@@ -46,36 +46,6 @@ class Verdict(str, Enum):
         return self  # Python 3.10 would look the value up, also an unknown one's
 
 
-#: Verdicts after which the child is used again: the device's context was not touched.
-CLEAN = frozenset(
-    {
-        Verdict.OK,
-        Verdict.COMPILE_ERROR,
-        Verdict.COMPILE_TIMEOUT,
-        Verdict.COMPILE_CRASH,
-        Verdict.OUT_OF_RESOURCES,
-        Verdict.INVALID_TIME,
-    }
-)
-
-#: Verdicts of configs that crashed or hung.
-VIOLENT = frozenset(
-    {
-        Verdict.COMPILE_TIMEOUT,
-        Verdict.COMPILE_CRASH,
-        Verdict.ILLEGAL_ACCESS,
-        Verdict.TIMEOUT,
-        Verdict.DIED,
-    }
-)
-
-#: Verdicts of configs that crashed, hung, or did something else than the others.
-BUGS = VIOLENT | {Verdict.OUT_OF_BOUNDS, Verdict.WRONG_RESULT, Verdict.ORDER_DEPENDENT}
-
-#: Verdicts that are not the config's fault and may pass: never stored.
-TRANSIENT = frozenset({Verdict.NO_MEMORY})
-
-
 #: Clean failures: they hold for calls of the same specialisation, the second ones for those of the
 #: same shapes, strides and scalars. Every other failure holds for the key, while some config works.
 OF_SPECIALISATION = frozenset({Verdict.COMPILE_ERROR, Verdict.OUT_OF_RESOURCES})
@@ -86,6 +56,20 @@ OF_SCOPE = OF_SPECIALISATION | OF_CALL
 
 #: Failures that leave the device as it was: a launch in the caller fails in the same way, or works.
 HARMLESS = OF_SPECIALISATION | {Verdict.LAUNCH_ERROR, Verdict.INVALID_TIME}
+
+_OF_COMPILER = {Verdict.COMPILE_TIMEOUT, Verdict.COMPILE_CRASH}
+
+#: Verdicts after which the child is used again: the device's context was not touched.
+CLEAN = OF_SPECIALISATION | _OF_COMPILER | {Verdict.OK, Verdict.INVALID_TIME}
+
+#: Verdicts of configs that crashed or hung.
+VIOLENT = frozenset({*_OF_COMPILER, Verdict.ILLEGAL_ACCESS, Verdict.TIMEOUT, Verdict.DIED})
+
+#: Verdicts of configs that crashed, hung, or did something else than the others.
+BUGS = VIOLENT | {Verdict.OUT_OF_BOUNDS, Verdict.WRONG_RESULT, Verdict.ORDER_DEPENDENT}
+
+#: Verdicts that are not the config's fault and may pass: never stored.
+TRANSIENT = frozenset({Verdict.NO_MEMORY})
 
 
 class Mark(str, Enum):

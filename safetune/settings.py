@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
-from safetune.messages import logger, warn
+from safetune.messages import distributed, logger, warn_once
 
 
 class Mode(str, Enum):
@@ -89,11 +89,13 @@ LOG_LEVELS = {"quiet": logging.ERROR, "info": logging.INFO, "debug": logging.DEB
 
 def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
     """Return the member of `kind` with this value; raises `InvalidSetting` with the valid ones."""
-    try:
-        return kind(value)
-    except ValueError:
-        valid = ", ".join(str(member.value) for member in kind)
-        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {valid}") from None
+    return _parse_named({member.value: member for member in kind}, name, value)
+
+
+def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
+    if value not in values:
+        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {', '.join(values)}")
+    return values[value]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -217,21 +219,20 @@ def check_url(name: str, url: str) -> str:
 
     Checks only its form, so that reading the settings imports nothing.
     """
-    problem, kind = "", shared_kind(url)
-    scheme, separator, rest = url.partition("://")
-    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
-        problem = "it has no scheme"
-    elif kind is SharedKind.DIRECTORY and not rest.startswith("/"):
-        problem = "a file URL is file:// and an absolute path"
-    elif not rest and kind is not SharedKind.POSTGRES and scheme != "memory":
-        problem = "it has no host or path"
-    if problem:
+    if not _SHARED_URL.fullmatch(url):
         raise InvalidSetting(
-            f"{name}={display_url(url)!r} is not the URL of a shared store: {problem}; "
-            "give file:///directory, postgresql://host/database, or a URL that fsspec knows, such "
-            "as s3://bucket/folder"
+            f"{name}={display_url(url)!r} is not the URL of a shared store; give "
+            "file:///directory, postgresql://host/database, or a URL that fsspec knows, such as "
+            "s3://bucket/folder"
         )
     return url
+
+
+#: Where a URL may be empty after its scheme, the driver has a default. The path of a file is
+#: absolute.
+_SHARED_URL = re.compile(
+    r"(postgres|postgresql|memory)://.*|file:///.*|(?!file:)[a-z][a-z0-9+.-]*://.+", re.IGNORECASE
+)
 
 
 def display_url(url: str) -> str:
@@ -250,18 +251,14 @@ def display_url(url: str) -> str:
     return f"{scheme}://{re.split('[?#]', location)[0]}"
 
 
-#: The meaning of a server's SQLSTATE.
+#: The meaning of the usual SQLSTATEs of a server; the class of any other error says what it is.
 _REFUSALS = {
     "25006": "the server is read-only",
-    "28000": "the server does not let this user log in",
     "28P01": "the server rejected the password",
     "3D000": "the server has no such database",
     "42501": "permission denied",
-    "42P01": "the database has no such table",
     "53100": "the server has no disk space left",
     "53300": "the server has no connections left",
-    "57014": "the server took too long",
-    "57P01": "the server closed the connection",
 }
 
 
@@ -320,16 +317,6 @@ class Settings:
     measure: MeasurePolicy | None = None  # None: not given, and as GRAPH
     same_bits: bool = False
 
-    def policy_of(self, on_miss: MissPolicy | None) -> MissPolicy | None:
-        """Return a tuner's policy for keys without a choice; its own `on_miss` takes precedence."""
-        return on_miss or self.on_miss
-
-    def measure_of(self, measure: MeasurePolicy | None) -> MeasurePolicy | None:
-        """Return a tuner's timing of short kernels; its own `measure` takes precedence. None: not
-        set.
-        """
-        return measure or self.measure
-
     def same_bits_of(self, same_bits: bool | None) -> bool:
         """Return whether a tuner with this `same_bits` requires the bits of its first config."""
         return self.same_bits if same_bits is None else same_bits
@@ -337,13 +324,15 @@ class Settings:
     def tunes(self, on_miss: MissPolicy | None) -> bool:
         """Whether a tuner with this `on_miss` tunes keys, at once or in the background."""
         tuned = self.mode in (Mode.TUNE, Mode.BACKGROUND)
-        return tuned and self.policy_of(on_miss) in (None, MissPolicy.WARN)
+        return tuned and (on_miss or self.on_miss) in (None, MissPolicy.WARN)
 
     @classmethod
     def current(cls) -> Settings:
         """Read the environment; raises `InvalidSetting` for an invalid value."""
         configured = tuple(_configured.items())
-        found = _settings(tuple(map(os.environ.get, _READ)), _distributed_size(), configured)
+        group = distributed()  # srun and MPI set no WORLD_SIZE
+        ranks = 1 if group is None else int(group.get_world_size())
+        found = _settings(tuple(map(os.environ.get, _READ)), ranks, configured)
         if found.log_level != _log_level_set:
             _set_log_level(found.log_level)
         return found
@@ -386,22 +375,22 @@ def configure(
         InvalidSetting: unknown mode or policy.
     """
     global _configured
-    given: dict[str, Any] = {}
-    if mode is not None:
-        given["mode"] = parse_choice(Mode, "mode", mode)
-    if on_miss is not None:
-        given["on_miss"] = parse_choice(MissPolicy, "on_miss", on_miss)
-    if measure is not None:
-        given["measure"] = parse_choice(MeasurePolicy, "measure", measure)
-    if same_bits is not None:
-        given["same_bits"] = check_flag("same_bits", same_bits)
+    given = checked_policies(mode=mode, on_miss=on_miss, measure=measure, same_bits=same_bits)
     _configured = {**_configured, **given}
 
 
-def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
-    if value not in values:
-        raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {', '.join(values)}")
-    return values[value]
+#: What `configure` sets, and the checks of the values. A tuner has those after the mode, too.
+_POLICIES: dict[str, Callable[[str, Any], Any]] = {
+    "mode": functools.partial(parse_choice, Mode),
+    "on_miss": functools.partial(parse_choice, MissPolicy),
+    "measure": functools.partial(parse_choice, MeasurePolicy),
+    "same_bits": check_flag,
+}
+
+
+def checked_policies(**given: str | bool | None) -> dict[str, Any]:
+    """Return the values that are not None, as `Settings` has them; raises `InvalidSetting`."""
+    return {n: _POLICIES[n](n, value) for n, value in given.items() if value is not None}
 
 
 _parse_switch = functools.partial(_parse_named, {"0": False, "1": True})
@@ -437,9 +426,9 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "SAFETUNE_FAST_LAUNCH": ("fast_launch", _parse_switch),
     "SAFETUNE_LEAVE": ("leave", parse_kernels),
     "SAFETUNE_LOG": ("log_level", functools.partial(_parse_named, LOG_LEVELS)),
-    "SAFETUNE_MEASURE": ("measure", functools.partial(parse_choice, MeasurePolicy)),
-    "SAFETUNE_MODE": ("mode", functools.partial(parse_choice, Mode)),
-    "SAFETUNE_ON_MISS": ("on_miss", functools.partial(parse_choice, MissPolicy)),
+    "SAFETUNE_MEASURE": ("measure", _POLICIES["measure"]),
+    "SAFETUNE_MODE": ("mode", _POLICIES["mode"]),
+    "SAFETUNE_ON_MISS": ("on_miss", _POLICIES["on_miss"]),
     "SAFETUNE_PACKS": ("packs", _directories),
     "SAFETUNE_PHANTOM": ("phantom", functools.partial(parse_choice, PhantomPolicy)),
     "SAFETUNE_SAME_BITS": ("same_bits", _parse_switch),
@@ -465,7 +454,9 @@ def _settings(
     values: tuple[str | None, ...], ranks: int, configured: tuple[tuple[str, Any], ...]
 ) -> Settings:
     """Return the settings for the values of `_READ`: a library has hundreds of tuners."""
-    _warn_of_unknown(frozenset(n for n in os.environ if n.startswith("SAFETUNE_")) - VARIABLES)
+    if unknown := {n for n in os.environ if n.startswith("SAFETUNE_")} - VARIABLES:
+        text = f"ignoring unknown setting {with_nearest(sorted(unknown), VARIABLES)}"
+        warn_once(text, SettingWarning)
     given = {name: value for name, value in zip(_READ, values, strict=True) if value}
     world_size = max(_number(given, "WORLD_SIZE", 1), ranks)
     fields = {
@@ -495,38 +486,14 @@ def kept_by_run() -> frozenset[tuple[str, str]]:
     return parse_keep("--keep", os.environ.get(RUN_KEEP, ""))
 
 
-def _distributed_size() -> int:
-    """Return the number of ranks by torch.distributed, or 1; srun and MPI set no WORLD_SIZE."""
-    found = distributed()
-    return 1 if found is None else int(found.get_world_size())
-
-
-def distributed() -> Any:
-    """Return torch.distributed if the program has initialised it; None otherwise. Imports
-    nothing.
-    """
-    found = sys.modules.get("torch.distributed")
-    # The function is missing in builds of torch without it, and during the import.
-    return found if getattr(found, "is_initialized", bool)() else None
-
-
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
     """Return the number in a launcher's variable."""
     text = given.get(name, str(default))
     if not (text.isdecimal() and int(text) > 0):
-        _warn(f"{name}={text!r} is not a positive integer; using {default}")
+        text = f"{name}={text!r} is not a positive integer; using {default}"
+        warn_once(text, SettingWarning)
         return default
     return int(text)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    warn(text, SettingWarning)
-
-
-def _warn_of_unknown(names: frozenset[str]) -> None:
-    if names:
-        _warn(f"ignoring unknown setting {with_nearest(sorted(names), VARIABLES)}")
 
 
 def _default_cache_dir() -> str:

@@ -6,17 +6,13 @@ Like `triton_internals`, which has the rest, this uses private parts of Triton.
 from __future__ import annotations
 
 import contextlib
-import ctypes.util
 import functools
 import hashlib
 import json
-import os
-import shutil
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +33,6 @@ _NO_SCRATCH = SimpleNamespace(
 )
 #: What a kernel was made of, by its suffix in the disk cache.
 _TEXTS = frozenset((".source", ".ttir", ".glir", ".ttgir", ".llir", ".ptx", ".amdgcn"))
-#: Where Triton looks for the driver's library.
-_LIBCUDA_PATH = "TRITON_LIBCUDA_PATH"
 #: In an entry of the disk cache that has no code: the shared memory that a launch would need.
 _SHARED_BYTES = "safetune.shared_bytes"
 
@@ -96,35 +90,14 @@ def begin_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
 
     That takes 0.3 s, and the first launch would wait for it.
     """
-    if spec[-1].backend == "cuda":
-        build = functools.partial(_build_launcher, jit, spec)
+    from triton.backends.nvidia import driver as nvidia
+
+    if spec[-1].backend == "cuda" and hasattr(nvidia, "make_launcher"):
+        build = functools.partial(_build_launcher, nvidia.CudaLauncher, jit, spec)
         threading.Thread(target=build, name="safetune-launcher", daemon=True).start()
 
 
-def build_host_code(jit: Any, specs: Iterable[tuple[Any, ...]]) -> None:
-    """Build what Triton 3.6 builds with a C compiler before the first launch of a kernel.
-
-    Later versions look for it under the driver library's directory, which is unknown here.
-    """
-    from triton.backends.nvidia import driver as nvidia
-
-    cuda = [spec for spec in specs if spec[-1].backend == "cuda"]
-    if not cuda or not hasattr(nvidia, "make_launcher"):
-        return
-    with contextlib.ExitStack() as stack:
-        if not (ctypes.util.find_library("cuda") or _LIBCUDA_PATH in os.environ):
-            stack.enter_context(_empty_driver())
-        with contextlib.suppress(Exception):  # built, and it cannot be loaded here
-            nvidia.CudaUtils()
-        for spec in cuda:
-            _build_launcher(jit, spec)
-
-
-def _build_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
-    from triton.backends.nvidia import driver as nvidia
-
-    if not hasattr(nvidia, "make_launcher"):
-        return
+def _build_launcher(launcher: Any, jit: Any, spec: tuple[Any, ...]) -> None:
     signature, *_, target = spec
     source, *_ = _entry(jit, spec)
     # What a descriptor becomes is known once a kernel is compiled: where the card has them, a map.
@@ -132,28 +105,7 @@ def _build_launcher(jit: Any, spec: tuple[Any, ...]) -> None:
     maps = [dict[str, int]()] * descriptors if target.arch >= _HAS_TENSOR_MAPS else None
     metadata = SimpleNamespace(**vars(_NO_SCRATCH), tensordesc_meta=maps)
     with contextlib.suppress(Exception):  # the launch raises the error
-        nvidia.CudaLauncher(source, metadata)
-
-
-@contextlib.contextmanager
-def _empty_driver() -> Iterator[None]:
-    """Have Triton link to a library with nothing in it, in place of the driver's, not here.
-
-    What is linked so finds the driver's own where it is loaded.
-    """
-    from triton.backends.nvidia import driver as nvidia
-
-    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
-        made = ["-shared", "-x", "c", os.devnull, "-o", os.path.join(folder, "libcuda.so.1")]
-        subprocess.run([compiler, *made], capture_output=True, check=False)
-        os.environ[_LIBCUDA_PATH] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_LIBCUDA_PATH]
-            nvidia.libcuda_dirs.cache_clear()
-            nvidia.library_dirs.cache_clear()
+        launcher(source, metadata)
 
 
 @contextlib.contextmanager
@@ -277,25 +229,3 @@ def _copy_of(module: Any, ir: Any) -> Any:
         copied = ir.parse_mlir_module(file.name, module.context)
     copied.context = module.context
     return copied
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[None]]:
-    """Yield a list that gets an entry for each binary that Triton makes in this process in the
-    body.
-    """
-    from triton import knobs
-
-    made: list[None] = []
-    listener = knobs.compilation.listener
-
-    def listen(**event: Any) -> None:
-        made.append(None)
-        if listener is not None:
-            listener(**event)
-
-    knobs.compilation.listener = listen
-    try:
-        yield made
-    finally:
-        knobs.compilation.listener = listener

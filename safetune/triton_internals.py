@@ -48,6 +48,7 @@ COMPILE_OPTIONS = frozenset(
 #: Those that every config sets.
 CONFIG_OPTIONS = frozenset({"num_warps", "num_ctas", "num_stages"})
 
+
 #: The driver that `target_name` was last asked about, and the name of its target.
 _last_target: tuple[Any, str] | None = None
 
@@ -324,36 +325,19 @@ def compile_arguments(jit: Any, launch: Callable[[], object], device: int) -> tu
     constants, the attributes, the options and the target.
     """
     captured: list[tuple[Any, ...]] = []
-
-    def stop(
-        key: Any,
-        signature: Any,
-        index: int,
-        constexprs: Any,
-        options: Any,
-        attrs: Any,
-        warmup: bool,
-    ) -> None:
-        captured.append((signature, constexprs, attrs, dict(options.__dict__), target))
-
     caches = jit.device_caches
     _, _, target, backend, binder = caches[device]
     # Empty caches, so that Triton gets as far as its compile step; it launches nothing when that
     # returns None, as it may under a hook's veto.
     jit.device_caches = {device: ({}, {}, target, backend, binder)}
-    jit._do_compile = stop
+    jit._do_compile = lambda *arguments: captured.append(arguments)
     try:
         launch()
     finally:
         del jit._do_compile
         jit.device_caches = caches
-    return captured[0]
-
-
-def unloader() -> Any | None:
-    """Return the object whose `unload_module` Triton calls for a collected kernel; None in 3.6."""
-    utils = getattr(active_driver(), "utils", None)
-    return utils if hasattr(utils, "unload_module") else None
+    _, signature, _, constexprs, options, attrs, _ = captured[0]
+    return signature, constexprs, attrs, dict(options.__dict__), target
 
 
 def replace_autotune(make: Callable[[Function], Function]) -> None:

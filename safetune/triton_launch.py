@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -90,31 +89,19 @@ def has_hook_chains() -> bool:
     return all(isinstance(hook, knobs.HookChain) for hook in hooks)
 
 
-#: A switch of Triton 3.9 that decides the code which is generated, and its variable.
-_FPSAN, _FPSAN_VARIABLE = "fpsan_homomorphic_casts", "TRITON_FPSAN_HOMOMORPHIC_CASTS"
-
 #: Python expressions over `launch_names` and, in the second, a `device`: what is in the way of a
 #: launch past Triton's own path; what Triton has compiled; and whether Triton would refuse.
-_IN_THE_WAY = (
+IN_THE_WAY = (
     "runtime_set != runtime_as_made and ("  # one comparison for four, where nothing was set
     "runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave"
     " or runtime.debug is not debug or runtime.add_stages_inspection_hook is not None)"
     " or enter.calls or leave.calls or jit.debug is not own_debug"
-    " or compilation.instrumentation_mode != instrumentation"
+    " or compilation.instrumentation_mode"  # other switches count with it
     " or jit.pre_run_hooks or JITFunction.run is not jit_run or 'run' in overridden"
     " or CudaLauncher.__call__ is not launcher_call"
 )
-_OTHER_FPSAN = " or (fpsan(fpsan_name), getenv(fpsan_variable)) != sanitized"
 COMPILED = "jit.device_caches[device][0].get(binary)"
 REFUSED = "jit.used_global_vals and changed(jit.used_global_vals)"
-
-
-def in_the_way() -> str:
-    """Return a Python expression for whether Triton's own path must launch."""
-    from triton import knobs
-
-    has_fpsan = _FPSAN in vars(type(knobs.compilation))
-    return _IN_THE_WAY + (_OTHER_FPSAN if has_fpsan else "")
 
 
 def switches(jit: Any) -> dict[str, Any]:
@@ -125,8 +112,6 @@ def switches(jit: Any) -> dict[str, Any]:
     return {
         "debug": knobs.runtime.debug,
         "own_debug": jit.debug,
-        "instrumentation": knobs.compilation.instrumentation_mode,
-        "sanitized": _fpsan(knobs.compilation.__dict__),
         "launcher_call": CudaLauncher.__call__,
     }
 
@@ -154,24 +139,8 @@ def launch_names(jit: Any, jit_run: Any) -> dict[str, Any]:
         "compilation": knobs.compilation,
         "enter": knobs.runtime.launch_enter_hook,
         "leave": knobs.runtime.launch_exit_hook,
-        "fpsan": knobs.compilation.__dict__.get,
-        "fpsan_name": _FPSAN,
-        "getenv": _getenv(),
-        "fpsan_variable": _FPSAN_VARIABLE,
         "changed": _changed,
     }
-
-
-def _fpsan(compilation: Mapping[str, Any]) -> Any:
-    """Return the values that decide the switch; Triton 3.9 reads the environment at each launch."""
-    return compilation.get(_FPSAN), _getenv()(_FPSAN_VARIABLE)
-
-
-def _getenv() -> Function:
-    """Return the function with which Triton 3.9 reads the environment: it sees `os.putenv` too."""
-    from triton import knobs
-
-    return getattr(knobs, "getenv", os.environ.get)
 
 
 def _changed(used: Mapping[Any, Any]) -> bool:
@@ -210,19 +179,6 @@ def default_allocator(allocate: Function) -> Iterator[None]:
         yield
     finally:
         _allocation._allocator.reset(token)
-
-
-def lacks_allocator(error: BaseException) -> bool:
-    """Whether a launch raised this error because Triton has no allocator, so that nothing has
-    run.
-    """
-    from triton.runtime import _allocation
-
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    null = _allocation.NullAllocator
-    return trace is not None and trace.tb_frame.f_code is null.__call__.__code__
 
 
 def set_default_profile_allocator(allocate: Function) -> None:

@@ -35,7 +35,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime import _allocation, autotuner, driver
 from triton.runtime.jit import JITFunction
 
-from safetune import triton_compile, triton_internals, triton_launch
+from safetune import triton_internals, triton_launch
 from safetune.both import backend
 from safetune.keys.tuning_key import current_index
 from safetune.miss.resolve import why_not_isolated
@@ -451,7 +451,7 @@ class TestInTheWay:
     @pytest.fixture
     def in_the_way(self, jit: Any) -> Any:
         names = triton_launch.launch_names(jit, triton_launch.own_jit_run())
-        return lambda: bool(eval(triton_launch.in_the_way(), names))
+        return lambda: bool(eval(triton_launch.IN_THE_WAY, names))
 
     def test_nothing_is_in_the_way_by_default(self, in_the_way: Any) -> None:
         assert triton_launch.has_hook_chains()
@@ -509,15 +509,6 @@ class TestInTheWay:
 
         assert triton_launch.set_by_run(JITFunction(kernel))
 
-    def test_a_switch_in_the_environment(
-        self, in_the_way: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if not hasattr(knobs.compilation, "fpsan_homomorphic_casts"):
-            pytest.skip("this Triton has no such switch")
-        monkeypatch.setenv("TRITON_FPSAN_HOMOMORPHIC_CASTS", "1")
-        assert knobs.compilation.fpsan_homomorphic_casts
-        assert in_the_way()
-
     def test_a_changed_global_is_refused(self, jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         names = triton_launch.launch_names(jit, None)
         assert jit.cache_key  # notes the globals that the kernel uses
@@ -569,28 +560,8 @@ class TestCompileStep:
         tuner = triton.autotune(configs=[triton.Config({})], key=[])(jit)
         assert triton_internals.private_copy(tuner) == (tuner, None)
 
-    def test_compilations_are_counted_and_the_listener_stays(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        events: list[Any] = []
-        listener = lambda **event: events.append(event)  # noqa: E731
-        monkeypatch.setattr(knobs.compilation, "listener", listener)
-        with triton_compile.compilations() as made:
-            knobs.compilation.listener(src=1)
-        assert (len(made), events) == (1, [{"src": 1}])
-        assert knobs.compilation.listener is listener
-
 
 class TestScratchMemory:
-    def test_the_error_of_a_missing_allocator_is_known(self) -> None:
-        with pytest.raises(RuntimeError) as caught:
-            _allocation._allocator.get()(128, 16, 0)
-        assert triton_launch.lacks_allocator(caught.value)
-
-        with pytest.raises(RuntimeError) as other:
-            raise RuntimeError("no allocator was set")
-        assert not triton_launch.lacks_allocator(other.value)
-
     def test_a_default_is_visible_while_it_is_open(self) -> None:
         with triton_launch.default_allocator(lambda *request: request):
             assert _allocation._allocator.get()(128, 16, 0) == (128, 16, 0)
@@ -672,14 +643,6 @@ class TestReplacedFunctions:
         for _ in range(2):
             triton.autotune([triton.Config({})], key=[])(triton.jit(scale))
         assert len(acts) == 1
-
-    def test_the_unloader_is_that_of_the_driver(self) -> None:
-        utils = SimpleNamespace(unload_module=print)
-        target = SimpleNamespace(get_current_target=lambda: TARGET, utils=utils)
-        with launching_on(None, active=target):
-            assert triton_internals.unloader() is utils
-            del utils.unload_module
-            assert triton_internals.unloader() is None
 
 
 class TestBackendHashes:

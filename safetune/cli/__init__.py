@@ -37,7 +37,6 @@ from safetune.cli.output import (
     warnings_as_lines,
 )
 from safetune.errors import NoWorkingConfig
-from safetune.settings import installs
 
 #: What `--help` lists, by what it is for.
 GROUPS = {
@@ -128,7 +127,6 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 def main() -> None:
     """Tune Triton kernels in subprocesses and manage the stored choices."""
     open_closed_streams()
-    installs()  # `import safetune` leaves a bad SAFETUNE_INSTALL to this command
     forget_bad_width()
 
 

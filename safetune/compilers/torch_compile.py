@@ -319,7 +319,7 @@ def _request(tuner: Tuner, facts: tuple[Fact, ...], index: int) -> TuningRequest
     index = index if index >= 0 else current_index()
     names, arguments = (tuner.key_names, tuner.arg_names), _arguments(facts)
     settings = Settings.current()
-    measure = settings.measure_of(tuner.measure)
+    measure = tuner.measure or settings.measure
     same_bits = settings.same_bits_of(tuner.same_bits)
     return TuningRequest(
         known=(Grids.unknown(len(tuner.configs)), None),

@@ -44,7 +44,7 @@ from safetune.settings import (
     PhantomPolicy,
     SearchBudget,
     Settings,
-    check_flag,
+    checked_policies,
     parse_choice,
 )
 from safetune.tuning.requests import Limits
@@ -82,43 +82,36 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     `safetune` creates it and documents the parameters.
     """
 
-    needs_scratch = False  # until a launch needs it
+    on_miss: MissPolicy | None
+    measure: MeasurePolicy | None
+    same_bits: bool | None
     #: Triton's tuner has the arguments here for the time of a launch, and None after it.
     nargs: dict[str, Any] | None = None
 
-    def __init__(self, fn: Any, arg_names: list[str], *given: Any, **named: Any) -> None:
-        """Accept the constructor arguments of Triton's tuner, in its order, or `Options`."""
-        is_whole = len(given) == 1 and isinstance(given[0], Options)
-        options = given[0] if is_whole else Options.of_constructor(*given, **named)
+    def __init__(self, fn: Any, options: Options) -> None:
         name, settings = base_function(fn)[1].__name__, Settings.current()
-        configs = check_configs(name, options.configs, arg_names)
+        configs = check_configs(name, options.configs, fn.arg_names)
         names = {
             n: tupled(getattr(options, n)) for n in ("reset_to_zero", "restore_value", "scratch")
         }
-        check_names(name, arg_names, names)
+        check_names(name, fn.arg_names, names)
         own: Kwargs = {"reference": options.reference, "inputs": options.inputs}
         check_functions(name, {**own, "proposer": options.proposer})
         self.budget = SearchBudget.parse(name, options.budget)
         self.proposer = options.proposer
-        self.limits = Limits(options.compile_timeout_s, options.run_timeout_s)
-        check_seconds(name, self.limits, "compile_timeout_s", "run_timeout_s")
-        self.isolate(options.isolation)
-        self.on_miss: MissPolicy | None = None
-        if options.on_miss is not None:
-            self.on_miss = parse_choice(MissPolicy, "on_miss", options.on_miss)
-        self.measure: MeasurePolicy | None = None
-        if options.measure is not None:
-            self.measure = parse_choice(MeasurePolicy, "measure", options.measure)
-        self.same_bits = options.same_bits
-        if self.same_bits is not None:
-            check_flag("same_bits", self.same_bits)
+        seconds = {n: getattr(options, n) for n in ("compile_timeout_s", "run_timeout_s")}
+        check_seconds(name, **seconds)
+        self.isolation = parse_choice(Isolation, "isolation", options.isolation)
+        self.limits = Limits(**seconds, fresh_process=self.isolation is Isolation.CONFIG)
+        policies = {n: getattr(options, n) for n in ("on_miss", "measure", "same_bits")}
+        self.__dict__.update({**policies, **checked_policies(**policies)})
         policy = parse_choice(PhantomPolicy, "phantom", options.phantom or settings.phantom.value)
         written = written_key(fn, options.key, options.keep, options.prune_configs_by)
         functions = {**vars(options), **(options.prune_configs_by or {})}
         check_functions(name, {n: functions.get(n) or None for n in _FUNCTIONS})
         self.states = KeyStates(self)
         scratch = names.pop("scratch")
-        super().__init__(fn, arg_names, configs, (), **{**options.of_triton(), **names})
+        super().__init__(fn, fn.arg_names, configs, (), **{**options.of_triton(), **names})
         self.cache_results = False  # every choice is kept, in safetune's own store
         self.workloads: list[DeclaredWorkload] = []
         self.tuning_phases: dict[str, float] = {}
@@ -361,16 +354,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         """Return the configs that pruning leaves for one call, without changing this tuner."""
         return call_shape.pruned_configs(self, named, kwargs)
 
-    def warmup(self, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Compile in this process every config that pruning leaves, as `triton.autotune` does."""
-        shape = self.shapes.of(args, kwargs)
-        named = call_shape.named_arguments(self.arg_names, args)
-        pinned_args, pinned_kwargs = shape.pinned(args, kwargs)
-        return [
-            self.fn.warmup(*pinned_args, **pinned_kwargs, **config.all_kwargs())
-            for config in self.pruned_for(named, kwargs)
-        ]
-
     def resolve(
         self, /, *args: Any, grid: Any = None, device: int | None = None, **kwargs: Any
     ) -> Resolved:
@@ -430,11 +413,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
             own = torch_compile.one_config(self, self.pruning[0])
             names = [n for n in ("shown", "early_config_prune") if vars(self)[n] is shown]
             self.__dict__.update(dict.fromkeys(names, own))
-
-    def isolate(self, isolation: str) -> None:
-        """Set `isolation` like the decorator; raises `InvalidSetting`."""
-        self.isolation = parse_choice(Isolation, "isolation", isolation)
-        self.limits = replace(self.limits, fresh_process=self.isolation is Isolation.CONFIG)
 
     @property
     def identity(self) -> KernelIdentity:
@@ -549,14 +527,16 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         for observer in observers.active:
             observer.miss(self)
         call_shape.refuse_vmap(self.base_fn.__name__, args)
+        if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
+            config = miss_resolve.resolve(self, state, args, kwargs, running)
+        else:
+            with state.lock:  # of threads that miss a key, the others get the first one's config
+                config = state.hit or miss_resolve.resolve(self, state, args, kwargs)
         if Settings.current().mode is Mode.RECORD:
             from safetune.frontend import call_counts
 
             call_counts.begin(state)
-        if (running := backend.capture_under_way()) and not kwargs.get("warmup"):
-            return miss_resolve.resolve(self, state, args, kwargs, running)
-        with state.lock:  # of threads that miss the same key, the others get the first one's config
-            return state.hit or miss_resolve.resolve(self, state, args, kwargs)
+        return config
 
 
 class WrittenNames(list[str]):

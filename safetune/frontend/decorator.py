@@ -84,7 +84,7 @@ def safetune(*args: Any, **kwargs: Any) -> Any:
 
     def decorate(fn: Any) -> Any:
         _check_kernel(fn)
-        return Autotuner(fn, fn.arg_names, options)
+        return Autotuner(fn, options)
 
     if hasattr(options.configs, "fn"):
         if len(args) + len(kwargs) > 1:
@@ -110,11 +110,11 @@ def take_over(kernel: Any) -> Any:
     if isinstance(kernel, Heuristics) and _innermost_tuner(kernel) is not None:
         return Heuristics(take_over(kernel.fn), kernel.arg_names, kernel.values)
     if not isinstance(kernel, triton_autotuner.Autotuner):
-        return Autotuner(kernel, kernel.arg_names, Options())
+        return Autotuner(kernel, Options())
     if isinstance(kernel, Autotuner):
         return kernel
     _check_kernel(kernel.fn)
-    tuner = Autotuner(kernel.fn, kernel.arg_names, Options.of(kernel))
+    tuner = Autotuner(kernel.fn, Options.of(kernel))
     # As parameters they would give their deprecation warning a second time.
     tuner.num_warmups, tuner.num_reps = kernel.num_warmups, kernel.num_reps
     tuner.use_cuda_graph = kernel.use_cuda_graph

@@ -7,8 +7,7 @@ Without an observer, a launch checks an empty tuple.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from safetune import forks
@@ -43,16 +42,6 @@ def remove(observer: Observer) -> None:
     global active
     with _lock:
         active = tuple(other for other in active if other is not observer)
-
-
-@contextlib.contextmanager
-def added(observer: Observer) -> Iterator[None]:
-    """Call an observer at every launch in the body."""
-    add(observer)
-    try:
-        yield
-    finally:
-        remove(observer)
 
 
 def observed(

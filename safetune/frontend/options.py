@@ -64,21 +64,10 @@ class Options:
             do_bench=None if deprecated and is_interpreted(tuner.fn) else tuner._do_bench,
         )
 
-    @classmethod
-    def of_constructor(cls, *given: Any, **named: Any) -> Options:
-        """Return the tuner's constructor arguments, which Triton orders differently."""
-        return cls(**dict(zip(_OF_CONSTRUCTOR, given, strict=False)), **named)
-
     def of_triton(self) -> dict[str, Any]:
         """Return the constructor arguments of Triton's tuner, without the configs and the key."""
         names = [option.name for option in fields(self)[2:] if not option.kw_only]
         return {name: getattr(self, name) for name in names}
 
-
-#: In the order of the parameters of Triton's tuner, after the kernel and its arguments.
-_OF_CONSTRUCTOR = (
-    *("configs", "key", "reset_to_zero", "restore_value", "pre_hook", "post_hook"),
-    *("prune_configs_by", "warmup", "rep", "use_cuda_graph", "do_bench", "cache_results"),
-)
 
 Options.__init__.__qualname__ = "safetune"  # the name in a TypeError

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from safetune import forks, triton_internals
 from safetune.both import backend
-from safetune.errors import CaptureWarning, InvalidSetting, NoDevice
+from safetune.config import check_seconds
+from safetune.errors import CaptureWarning, NoDevice
 from safetune.frozen import dataclass
 from safetune.isolation import measuring_child
 from safetune.launch import scratch_memory
@@ -31,14 +29,12 @@ class CaptureReport:
         misses: keys that had no choice; the graph keeps the fallback for them.
         tunings: the number that began during the capture, in other threads of this process.
         scratch_allocations: the number of scratch memory requests that torch passed to the driver.
-        seconds: wall time.
     """
 
     graph: str
     misses: tuple[CapturedMiss, ...]
     tunings: int
     scratch_allocations: int
-    seconds: float
 
     @property
     def outdated(self) -> tuple[CapturedMiss, ...]:
@@ -63,18 +59,13 @@ class Watch:
     """
 
     def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
-        number = isinstance(watchdog_s, (int, float))
-        if watchdog_s is not None and not (number and watchdog_s > 0):
-            raise InvalidSetting(
-                f"watchdog_s={watchdog_s!r} must be a number of seconds over 0, or None"
-            )
+        if watchdog_s is not None:
+            check_seconds("safetune.graph", watchdog_s=watchdog_s)
         self._name = name
         self._watchdog_s = watchdog_s
         self._capture = 0
-        self._begin_s = time.monotonic()
         self._tunings = reporting.tunings.begun
-        longest_s = min(watchdog_s or math.inf, threading.TIMEOUT_MAX)
-        self._watchdog = threading.Timer(longest_s, self._took_too_long)
+        self._watchdog = threading.Timer(watchdog_s or 0.0, self._took_too_long)
         self._watchdog.name, self._watchdog.daemon = "safetune-watchdog", True
         self._final: CaptureReport | None = None
 
@@ -114,7 +105,6 @@ class Watch:
             misses=under_capture.misses(self._capture) if self._capture else (),
             tunings=reporting.tunings.begun - self._tunings,
             scratch_allocations=scratch_memory.driver_calls(self._capture),
-            seconds=time.monotonic() - self._begin_s,
         )
 
     def _took_too_long(self) -> None:
@@ -171,51 +161,11 @@ def graph(
     if not torch.cuda.is_available():
         raise NoDevice("safetune.graph needs a GPU, and torch does not find one")
     inner = torch.cuda.graph(cuda_graph, pool, stream, capture_error_mode, **options)
-    quiet = backend.no_collection()
-    with watch, _same_stream_after(), modules_stay_loaded(), quiet, unmasked(inner):
+    # torch does not go back to the current stream if a capture cannot begin or end.
+    same_stream_after = torch.cuda.stream(torch.cuda.current_stream())
+    with watch, same_stream_after, backend.no_collection(), unmasked(inner):
         watch.begin()
         yield watch
-
-
-@contextlib.contextmanager
-def _same_stream_after() -> Iterator[None]:
-    """Restore the current stream: torch does not, if a capture cannot begin or end."""
-    import torch
-
-    stream = torch.cuda.current_stream()
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(stream)
-
-
-_unloading = forks.lock()
-#: The driver's own call for each capture under way.
-_unloads: list[Callable[[Any], object]] = []
-
-
-@contextlib.contextmanager
-def modules_stay_loaded() -> Iterator[None]:
-    """Keep kernels that are garbage-collected in the body loaded for the life of the process.
-
-    Triton 3.9's `CompiledKernel.__del__` calls cuModuleUnload, and Python's collector may run at
-    any allocation. The driver may refuse that call under capture, and a graph that has captured a
-    launch of the kernel needs its code. Triton 3.6 never unloads.
-    """
-    unloader = triton_internals.unloader()
-    if unloader is None:
-        yield
-        return
-    with _unloading:
-        _unloads.append(_unloads[0] if _unloads else unloader.unload_module)
-        unloader.unload_module = lambda module: None
-    try:
-        yield
-    finally:
-        with _unloading:
-            unload = _unloads.pop()
-            if not _unloads:
-                unloader.unload_module = unload
 
 
 @contextlib.contextmanager

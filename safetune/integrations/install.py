@@ -14,9 +14,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -25,7 +23,7 @@ from safetune import forks, triton_internals
 from safetune.errors import SafetuneError
 from safetune.frontend import observers
 from safetune.integrations.install_report import LEFT, Installation
-from safetune.settings import Settings, configure, kept_by_run, parse_keep
+from safetune.settings import Settings, kept_by_run, parse_keep
 
 _one_at_a_time = forks.lock()
 
@@ -33,26 +31,16 @@ _one_at_a_time = forks.lock()
 _installation: Installation | None = None
 
 
-def install(
-    keep: Iterable[str] = (),
-    leave: Iterable[str] = (),
-    on_miss: str | None = None,
-    measure: str | None = None,
-    same_bits: bool | None = None,
-) -> Installation:
+def install(keep: Iterable[str] = (), leave: Iterable[str] = ()) -> Installation:
     """Replace `triton.autotune` by safetune's decorator.
 
     Tuners of Triton's own class, or of a library's subclass, are intercepted when they launch. A
-    second call can only add names and change `on_miss`, `measure` and `same_bits`.
+    second call can only add names. `safetune.configure` sets the policies of all kernels.
 
     Args:
         keep: `kernel:name` or `module.kernel:name` for each key name that must not be dropped.
         leave: kernels that Triton tunes and launches, by name or `module.kernel`, with `*` for any
             text; applies to kernels decorated later. Like SAFETUNE_LEAVE.
-        on_miss: for a key without a choice, like `safetune.configure(on_miss=...)`.
-        measure: how short kernels are timed, like `safetune.configure(measure=...)`.
-        same_bits: whether all configs that may be chosen have the bits of the first one, like
-            `safetune.configure(same_bits=...)`.
 
     Raises:
         InvalidSetting: a SAFETUNE_* variable or an argument has an invalid value.
@@ -62,7 +50,6 @@ def install(
     from safetune.integrations import shadow_tuner
     from safetune.keys import left_kernels, written_key
 
-    configure(on_miss=on_miss, measure=measure, same_bits=same_bits)
     names = [keep] if isinstance(keep, str) else keep
     written_key.keep(parse_keep("keep", ",".join(names)) | kept_by_run())
     left_kernels.leave([leave] if isinstance(leave, str) else leave)
@@ -138,19 +125,14 @@ class _Waiting(importlib.abc.MetaPathFinder):
     A search need not end in an import: torch only checks whether Triton can be found.
     """
 
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "triton" or vars(self._thread).get("searching"):
+        if name != "triton":
             return None
-        self._thread.searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._thread.searching = False
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

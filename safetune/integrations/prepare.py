@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-from safetune import triton_compile
 from safetune.both import backend
 from safetune.config import config_text
 from safetune.errors import CaptureError
@@ -15,8 +13,7 @@ from safetune.frontend import observers
 from safetune.frontend.autotuner import Autotuner
 from safetune.frozen import dataclass
 from safetune.isolation import measuring_child
-from safetune.launch import scratch_memory
-from safetune.launch.key_state import CapturedMiss
+from safetune.launch.key_state import CapturedMiss, Decision, KeyState, Reason
 from safetune.miss import background, reporting, resolve, under_capture
 
 
@@ -27,16 +24,13 @@ class PreparedKey:
     Attributes:
         kernel: its name.
         key: in readable form.
-        config: the config of the last launch; empty if no launch succeeded.
-        launches, hits: the number of launches, and of those whose config was already known.
+        config: the config that its next launch uses; empty if none is known.
         settled: whether its next launch needs neither the store nor a tuning.
     """
 
     kernel: str
     key: str
     config: str
-    launches: int
-    hits: int
     settled: bool
 
 
@@ -47,29 +41,12 @@ class PrepareReport:
     Attributes:
         keys: every safetuned kernel and key that the function launched, in order.
         tunings: the number of them tuned now; the store had the other misses.
-        compiles: the number of binaries that Triton made or found in its disk cache in this
-            process.
-        scratch_bytes: the most scratch memory that one launch requested.
-        seconds: wall time.
         recapture: keys that earlier graphs launch with a fallback but that have a choice now.
     """
 
     keys: tuple[PreparedKey, ...]
     tunings: int
-    compiles: int
-    scratch_bytes: int
-    seconds: float
     recapture: tuple[CapturedMiss, ...]
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels, without duplicates."""
-        return tuple(dict.fromkeys(key.kernel for key in self.keys))
-
-    @property
-    def hits(self) -> int:
-        """The number of launches whose config was known."""
-        return sum(key.hits for key in self.keys)
 
     @property
     def unsettled(self) -> tuple[PreparedKey, ...]:
@@ -93,26 +70,24 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
         raise CaptureError(
             "safetune.prepare was called during a CUDA graph capture: call it before"
         )
-    begin, tunings = time.monotonic(), reporting.tunings.made
-    observed, compilations = scratch_memory.observed(), triton_compile.compilations()
-    launches = _Launches()
-    with _one_at_a_time, resolve.waiting(), observed as sizes, compilations as compiled:
-        with observers.added(launches):
+    tunings, launches = reporting.tunings.made, _Launches()
+    with _one_at_a_time, resolve.waiting():
+        observers.add(launches)
+        try:
             fn(*args, **kwargs)
             waited = [background.wait(launched.state) for launched in launches.seen.values()]
             if any(waited):
                 fn(*args, **kwargs)
+        finally:
+            observers.remove(launches)
         if (device := backend.current()) is not None:
             device.synchronize()
-        for index in {launched.index for launched in launches.seen.values()}:
+        for index in {launched.device for launched in launches.seen.values()}:
             measuring_child.drop_idle(index)
     return PrepareReport(
         keys=tuple(launched.report() for launched in launches.seen.values()),
         # One that was under way may have failed, or found the choice of another process.
         tunings=max(reporting.tunings.made - tunings, 0),
-        compiles=len(compiled),
-        scratch_bytes=max(sizes, default=0),
-        seconds=time.monotonic() - begin,
         recapture=tuple(miss for miss in under_capture.misses() if miss.outdated),
     )
 
@@ -121,60 +96,37 @@ def prepare(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PrepareRepo
 _one_at_a_time = threading.RLock()
 
 
+@dataclass(frozen=True)
 class _Launched:
-    """The launches of one key of one tuner."""
+    """A key of a tuner that has been launched."""
 
-    def __init__(self, tuner: Autotuner, memory_key: Any, call: resolve.Miss) -> None:
-        self._tuner = tuner
-        self.state = tuner.states.of(memory_key)
-        self.index = call.call.index
-        self._key = str(call.key())
-        self._config = ""
-        self._launches = self._hits = 0
-
-    def known(self) -> bool:
-        """Whether a launch of the key would find its config in this process's memory."""
-        if len(self._tuner.configs) == 1:
-            return True
-        decision = self.state.decision()
-        return decision is not None and decision.lasting
-
-    def count(self, hit: bool) -> None:
-        self._launches += 1
-        self._hits += hit
-        self._config = config_text(self.state.hit or self._tuner.best_config)
+    tuner: Autotuner
+    state: KeyState
+    key: str
+    device: int
 
     def report(self) -> PreparedKey:
+        configs = self.tuner.configs
+        only = Decision(configs[0], Reason.CHOICE) if len(configs) == 1 else None
+        decision = only or self.state.decision()
         return PreparedKey(
-            self._tuner.base_fn.__name__,
-            self._key,
-            self._config,
-            self._launches,
-            self._hits,
-            self.known(),
+            self.tuner.base_fn.__name__,
+            self.key,
+            config_text(decision.config) if decision is not None else "",
+            settled=decision is not None and decision.lasting,
         )
 
 
 class _Launches(observers.Observer):
-    """Notes every launch, by tuner and memory key."""
+    """Notes the keys of all launches."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, _Launched] = {}
-        self._lock = threading.Lock()
 
-    def launch(
-        self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], None]:
+    def launch(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         memory_key = tuner.shapes.of(args, kwargs).key(args, kwargs)
-        with self._lock:
-            launched = self.seen.get((tuner, memory_key))
-            if launched is None:
-                launched = _Launched(tuner, memory_key, resolve.Miss(tuner, args, kwargs))
-                self.seen[tuner, memory_key] = launched
-        hit = launched.known()
-
-        def after() -> None:
-            with self._lock:
-                launched.count(hit)
-
-        return after
+        if (tuner, memory_key) not in self.seen:
+            miss = resolve.Miss(tuner, args, kwargs)
+            state = tuner.states.of(memory_key)
+            launched = _Launched(tuner, state, str(miss.key()), miss.call.index)
+            self.seen.setdefault((tuner, memory_key), launched)

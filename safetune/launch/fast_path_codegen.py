@@ -82,17 +82,16 @@ class Source:
     def text(self) -> str:
         """Return the code."""
         launched = "" if self._heuristics else _LAUNCHED
-        in_the_way = triton_launch.in_the_way()
         return f"""
 def in_the_way():
-    return bool({in_the_way})
+    return bool({triton_launch.IN_THE_WAY})
 
 def choice_key(a, k):
 {self._unpack()}
     return {self._key()}
 
 def launch(grid, a, k):
-    if {in_the_way}:
+    if {triton_launch.IN_THE_WAY}:
         return None
     if {self._refused}:
         return None
@@ -150,7 +149,7 @@ def bind(grid, a, k, observers, owner, own_run, offsets):
     launches, own_device = state["_launches"], device
 
     def launch({given}, *absent):
-        if {triton_launch.in_the_way()}:
+        if {triton_launch.IN_THE_WAY}:
             return None
         if {self._refused} or state["_launches"] is not launches:
             return None

@@ -257,20 +257,11 @@ class CapturedMiss:
     state: weakref.ref[KeyState] = field(repr=False, compare=False)
 
     @property
-    def choice(self) -> Config | None:
-        """The key's choice now; None while this process has no choice."""
-        decision = self._decision()
-        return None if decision is None or decision.reason is not Reason.CHOICE else decision.config
-
-    @property
     def outdated(self) -> bool:
         """Whether capturing the graph again would give it another config."""
-        decision = self._decision()
-        return decision is not None and decision.lasting and decision.config != self.config
-
-    def _decision(self) -> Decision | None:
         state = self.state()
-        return None if state is None else state.decision()
+        decision = None if state is None else state.decision()
+        return decision is not None and decision.lasting and decision.config != self.config
 
     def warn_outdated(self, choice: Config) -> None:
         """Log that the graph still launches its config although the key has another choice now."""
@@ -474,18 +465,11 @@ class Choices(dict[Any, Config]):
         super().__init__()
         self._states = states
 
-    def __contains__(self, key: Any) -> bool:
-        return super().__contains__(self._states.shown(plain(key)))
-
     def __getitem__(self, key: Any) -> Config:
         shown = self._states.shown(plain(key))
         if not super().__contains__(shown):
             raise KeyError(key)
         return super().__getitem__(shown)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return a choice, or `default`."""
-        return super().get(self._states.shown(plain(key)), default)
 
     def __setitem__(self, key: Any, config: Config) -> None:
         if not hasattr(config, "all_kwargs"):
@@ -525,6 +509,9 @@ class Choices(dict[Any, Config]):
     def __reduce__(self) -> Any:
         return dict, (dict(self),)  # a copy belongs to no tuner, and can be written to a file
 
+    # Those of dict would not call the methods above.
+    __contains__ = MutableMapping.__contains__
+    get = MutableMapping.get  # type: ignore[assignment]
     setdefault = MutableMapping.setdefault  # type: ignore[assignment]
     update = MutableMapping.update  # type: ignore[assignment]
 

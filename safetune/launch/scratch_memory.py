@@ -1,16 +1,15 @@
 """Memory that Triton requests at a launch: global scratch, for device-side tensor descriptors.
 
 Triton has no allocator of its own. The user's is in a context variable, which new threads and
-autograd's backward threads do not see. A launch without an allocator fails before anything reaches
-the device. It is then repeated with this module's allocator, which later launches of the kernel use
-at once. A visible user allocator takes precedence. This module's is set only during such launches.
+autograd's backward threads do not see. A visible user allocator takes precedence. This module's is
+set only during launches of safetuned kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from safetune import forks, triton_launch
@@ -21,7 +20,6 @@ _BASE_ALIGNMENT = 256
 _MOST_ALIGNMENT = 4096
 
 _lock = forks.lock()
-_observers: list[list[int]] = []
 
 #: The largest request so far, by device. `safetune.graph` reserves as much for a capture.
 _largest: dict[int, int] = {}
@@ -77,8 +75,6 @@ def allocate(size: int, alignment: int, stream: int | None) -> Block:
     device = torch.cuda.current_device()
     with _lock:
         _largest[device] = max(size, _largest.get(device, 0))
-        for sizes in _observers:
-            sizes.append(size)
     found = backend.current()
     capture = 0 if found is None or stream is None else found.capture_id(stream)
     if stream is None or not capture or not size:
@@ -92,27 +88,12 @@ def launch(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def scratch_allocator() -> Iterator[None]:
+def scratch_allocator() -> contextlib.AbstractContextManager[None]:
     """Give plain Triton kernels scratch memory in this thread, in the body.
 
     An allocator that the thread already sees stays in place. Kernels under `@safetune` need none.
     """
-    with triton_launch.default_allocator(allocate):
-        yield
-
-
-@contextlib.contextmanager
-def observed() -> Iterator[list[int]]:
-    """Yield a list that collects the bytes of each request, from any thread."""
-    sizes: list[int] = []
-    with _lock:
-        _observers.append(sizes)
-    try:
-        yield sizes
-    finally:
-        with _lock:
-            _observers[:] = [other for other in _observers if other is not sizes]
+    return triton_launch.default_allocator(allocate)
 
 
 def reserve(capture: int, stream: int) -> None:

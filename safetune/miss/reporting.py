@@ -404,7 +404,7 @@ def check_policy(
     Args:
         capture: the number of the CUDA graph capture under way, or 0.
     """
-    policy = settings.policy_of(tuner.on_miss)
+    policy = tuner.on_miss or settings.on_miss
     if policy not in (MissPolicy.WARN, MissPolicy.ERROR):
         return
     missing = f"{request.key.kernel.name} has no choice for {request.key}"

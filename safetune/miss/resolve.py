@@ -110,7 +110,7 @@ class Miss:
             force=force,
             budget=tuner.budget or _budget_for(configs, settings.budget),
             proposer=tuner.proposer,
-            measure=settings.measure_of(tuner.measure),
+            measure=tuner.measure or settings.measure,
             same_bits=same_bits,
             given_up=tuner.given_up,
         )
@@ -120,7 +120,7 @@ class Miss:
         tuner, call = self.tuner, self.call
         return tuning_key(
             *(tuner.identity, tuner.key_names, tuner.arg_names, call.named(), call.index),
-            Settings.current().measure_of(tuner.measure),
+            tuner.measure or Settings.current().measure,
         )
 
 

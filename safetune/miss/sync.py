@@ -20,9 +20,9 @@ from safetune import triton_internals
 from safetune.config import config_digest
 from safetune.errors import InvalidSetting, StoreError, SyncTimeout
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
-from safetune.messages import logger
+from safetune.messages import distributed, logger
 from safetune.miss import failures, reporting
-from safetune.settings import Mode, Settings, distributed
+from safetune.settings import Mode, Settings
 from safetune.store.local.store import AGREED
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_of

@@ -111,7 +111,6 @@ class Warmed:
 class _Job:
     made: Warmed
     jit: Any
-    spec: tuple[Any, ...]
     packed: bytes
     is_cached: bool
 
@@ -226,14 +225,12 @@ def _job(task: Task, described: Described, lookup: Lookup) -> _Job | Warmed:
     finally:
         triton_compile.forget_binaries(jit)
     made = Warmed(*facts, launch.key, config_text(launch.config), launch.origin)
-    return _Job(made, jit, spec, compile_spec.packed(jit, spec), is_cached)
+    return _Job(made, jit, compile_spec.packed(jit, spec), is_cached)
 
 
 def _compiled(jobs: Sequence[_Job], timeout_s: float) -> Iterator[Warmed]:
     """Compile the jobs of one kernel; jobs of one binary once."""
     jit = jobs[0].jit
-    specs = {job.packed: job.spec for job in jobs}
-    triton_compile.build_host_code(jit, specs.values())
     missing = list(dict.fromkeys(job.packed for job in jobs if not job.is_cached))
     errors: dict[bytes, str] = {}
     with CompilePool(lambda: compile_spec.pack_for_compiler(jit), timeout_s) as pool:

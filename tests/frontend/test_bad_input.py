@@ -84,16 +84,15 @@ class TestConfigs:
         with pytest.raises(InvalidConfig) as caught:
             safetune(configs=[CONFIGS[0], triton.Config(kwargs)], key=["N"])(copy_kernel)
 
-        assert message(caught) == (
-            f"configs[1] of copy_kernel is triton.Config({kwargs!r}, ...); give it the kernel's "
-            "parameters by name, e.g. triton.Config({'BLOCK': 128})"
-        )
+        assert "it must be a triton.Config, e.g. triton.Config({'BLOCK': 128}" in message(caught)
 
     def test_configs_that_are_no_list(self) -> None:
         with pytest.raises(InvalidConfig) as caught:
             safetune(configs=3, key=["N"])(copy_kernel)
 
-        assert message(caught) == "configs=3 of copy_kernel is not a list of triton.Configs"
+        assert message(caught) == (
+            "configs=3 of copy_kernel is not a list of triton.Configs; write [...]"
+        )
 
     def test_a_hook_of_a_config_that_is_no_function(self) -> None:
         with pytest.raises(InvalidSetting) as caught:

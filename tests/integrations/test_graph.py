@@ -5,22 +5,17 @@ The capture itself, which torch only does on a GPU, is in `tests/gpu/test_captur
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from triton.compiler import CompiledKernel
-from triton.runtime import driver as triton_driver
 
 import safetune
-from safetune.integrations.graph import Watch, modules_stay_loaded, unmasked
+from safetune.integrations.graph import Watch, unmasked
 
 if TYPE_CHECKING:
     from tests.capturing import Copies, Driver, Gate
@@ -54,7 +49,7 @@ class TestCounts:
         copy(100)
         assert watch.report == report, "it is of the capture, and over"
         (miss,) = report.outdated
-        assert (miss.config.kwargs["BLOCK"], miss.choice.kwargs["BLOCK"]) == (16, 32)
+        assert miss.config.kwargs["BLOCK"] == 16
 
     def test_nothing_to_say_of_a_capture_that_only_launches(
         self, copies: type[Copies], driver: Driver
@@ -66,7 +61,6 @@ class TestCounts:
             warnings.simplefilter("error")
             _watched(watch, lambda: copy(100))
         assert watch.report.misses == ()
-        assert watch.report.seconds > 0
 
     def test_a_tuning_of_another_thread_counts(self, copies: type[Copies], driver: Driver) -> None:
         copy = copies()
@@ -126,7 +120,7 @@ class TestExceptions:
         with pytest.raises(safetune.NoDevice, match="torch does not find"), safetune.graph(None):
             pass
 
-    @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "30"])
+    @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "30"])
     def test_a_watchdog_that_means_nothing(self, seconds: Any) -> None:
         with pytest.raises(safetune.InvalidSetting, match="watchdog_s="):
             Watch(watchdog_s=seconds)
@@ -161,17 +155,6 @@ class TestWatchdog:
         assert "a_function_that_blocks" in text
         assert "thread MainThread:" in text
         assert "test_it_shows_where_every_thread_is" in text
-
-    def test_an_endless_watchdog_never_acts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As `None`; an event can only be waited for a finite time."""
-        failed: list[Any] = []
-        monkeypatch.setattr(threading, "excepthook", failed.append)
-        before = set(threading.enumerate())
-        with Watch(watchdog_s=float("inf")):
-            (guard,) = set(threading.enumerate()) - before or (None,)
-        if guard is not None:
-            guard.join(SOON_S)
-        assert failed == []
 
     def test_it_ends_a_tuning_and_blames_no_config(
         self,
@@ -231,58 +214,6 @@ def logged() -> Iterator[Callable[[str], str]]:
 
     yield wait_for
     logging.getLogger("safetune").removeHandler(handler)
-
-
-@pytest.mark.internals
-class TestUnloading:
-    """With a stand-in for the driver: Triton 3.9 unloads a kernel that is collected."""
-
-    @pytest.fixture
-    def utils(self) -> Iterator[Any]:
-        unloaded: list[int] = []
-        utils = SimpleNamespace(unloaded=unloaded, unload_module=unloaded.append)
-        before = triton_driver._active
-        triton_driver.set_active(SimpleNamespace(utils=utils))
-        yield utils
-        triton_driver._active = before
-
-    @staticmethod
-    def loaded(handle: int) -> Any:
-        """What Triton unloads of a compiled kernel that is, as far as it knows, on a device."""
-        kernel = CompiledKernel.__new__(CompiledKernel)
-        kernel.module, kernel._module_pid = handle, os.getpid()
-        kernel.function, kernel.name, kernel.metadata_group, kernel.hash = None, "copy", {}, "0"
-        return kernel
-
-    def test_a_kernel_collected_under_capture_stays(self, utils: Any) -> None:
-        if not hasattr(CompiledKernel, "__del__"):
-            pytest.skip("this Triton never unloads a kernel")
-        first, second = self.loaded(1), self.loaded(2)
-        gc.collect()  # kernels of other tests
-        with modules_stay_loaded():
-            utils.unloaded.clear()
-            del first
-            gc.collect()
-            assert utils.unloaded == []
-        del second
-        gc.collect()
-        assert 2 in utils.unloaded
-        assert 1 not in utils.unloaded
-
-    def test_two_captures_that_overlap(self, utils: Any) -> None:
-        first, second = modules_stay_loaded(), modules_stay_loaded()
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        utils.unload_module(1)
-        second.__exit__(None, None, None)
-        utils.unload_module(2)
-        assert utils.unloaded == [2]
-
-    def test_a_triton_that_never_unloads(self, utils: Any) -> None:
-        del utils.unload_module
-        with modules_stay_loaded():
-            assert not hasattr(utils, "unload_module")
 
 
 def _watched(watch: Watch, body: Callable[[], object]) -> None:

@@ -451,19 +451,6 @@ class TestVariable:
         done = fresh_process("import safetune", env={"SAFETUNE_INSTALL": "yes"}, ends=1)
         assert "SAFETUNE_INSTALL='yes' is not valid; use one of: 0, 1" in done.stderr
 
-    @pytest.mark.parametrize("how", ["script", "-m"])
-    def test_the_command_says_so_on_one_line(
-        self, fresh_process: FreshProcess, tmp_path: Path, how: str
-    ) -> None:
-        script = tmp_path / "safetune"
-        script.write_text("from safetune.cli import main; main()\n")
-        again = "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-        program: tuple[Any, ...] = (script,) if how == "script" else (again, "-m", "safetune")
-        env = {"SAFETUNE_INSTALL": "yes"}
-        done = fresh_process(*program, "list", env=env, ends=2)
-        assert done.stderr == "Error: SAFETUNE_INSTALL='yes' is not valid; use one of: 0, 1\n"
-        done = fresh_process(*program, "--version", env=env)
-
     @pytest.mark.parametrize("before", ["", "import triton\n"], ids=["before triton", "after"])
     def test_another_variable_that_means_nothing(
         self, library: Callable[..., Path], fresh_process: FreshProcess, before: str

@@ -239,9 +239,8 @@ class TestInTheWay:
         [
             (knobs.runtime, "debug", True),
             (knobs.compilation, "instrumentation_mode", "iisan"),
-            (knobs.compilation, "fpsan_homomorphic_casts", True),
         ],
-        ids=["debug", "instrumentation", "fpsan"],
+        ids=["debug", "instrumentation"],
     )
     def test_switches_of_the_compiler(
         self,
@@ -276,15 +275,6 @@ class TestInTheWay:
         assert goes_by_triton(kernel, n=64)
         _, second, third = machine.launches
         assert second[0] != third[0]
-
-    def test_a_switch_in_the_environment(
-        self, kernel: Tuned, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if "fpsan_homomorphic_casts" not in vars(type(knobs.compilation)):
-            pytest.skip("this Triton has no such switch")
-        call(kernel)
-        monkeypatch.setenv("TRITON_FPSAN_HOMOMORPHIC_CASTS", "1")
-        assert goes_by_triton(kernel)
 
     def test_a_global_that_has_changed(
         self, kernel: Tuned, kernels: Any, monkeypatch: pytest.MonkeyPatch
@@ -585,7 +575,7 @@ class TestUnderCapture:
 
 
 def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that asks for some gets an allocator for each launch, and no other kernel does."""
+    """Also a known launch of a kernel that asks for some."""
     from triton.runtime import _allocation
 
     visible: list[bool] = []
@@ -598,7 +588,6 @@ def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled._run = launcher
     kernel.tuner.cache[next(iter(kernel.tuner.cache))] = CONFIGS[1]
     kernel.tuner.cache[next(iter(kernel.tuner.cache))] = CONFIGS[0]
-    kernel.tuner.needs_scratch = True
     call(kernel)
     assert not goes_by_triton(kernel)
     assert visible == [True, True]

@@ -211,9 +211,8 @@ class TestUnset:
         [
             lambda copies: copies(blocks=(16, 32), on_miss="never"),
             lambda copies: safetune.configure(on_miss="never"),
-            lambda copies: safetune.install(on_miss="never"),
         ],
-        ids=["decorator", "configure", "install"],
+        ids=["decorator", "configure"],
     )
     def test_another_value_is_refused(self, copies: Any, call: Any) -> None:
         before = triton.autotune
@@ -246,7 +245,7 @@ class TestMeasure:
             copies(blocks=(16, 32), **options)()
         assert verdicts() == ["ok"] * 4
 
-    @pytest.mark.parametrize("way", ["decorator", "environment", "configure", "install"])
+    @pytest.mark.parametrize("way", ["decorator", "environment", "configure"])
     def test_another_value_is_refused(
         self, copies: Any, way: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -256,7 +255,6 @@ class TestMeasure:
             "decorator": lambda: copies(measure="graphs"),
             "environment": copies,
             "configure": lambda: safetune.configure(measure="graphs"),
-            "install": lambda: safetune.install(measure="graphs"),
         }
         with pytest.raises(InvalidSetting, match="='graphs' is not valid; use one of: events, gr"):
             calls[way]()
@@ -266,7 +264,8 @@ SCRIPT = """
 import torch, triton, triton.language as tl
 import safetune
 
-safetune.install(on_miss="error")
+safetune.install()
+safetune.configure(on_miss="error")
 
 @triton.autotune(configs=[triton.Config({"BLOCK": b}) for b in (16, 32)], key=["n"])
 @triton.jit

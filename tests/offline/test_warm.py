@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from triton.backends.nvidia import driver
 
 from tests.cli.conftest import check_json
 
@@ -95,10 +94,6 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
     (error,) = (c["error"] for c in failed["compiled"])
     assert error.startswith("compile_error"), error
     assert "too small" in error
-
-    found = {file.name.partition(".")[0] for file in (tmp_path / "compiled").rglob("*.so")}
-    older = hasattr(driver, "make_launcher")  # Triton 3.6
-    assert found == ({"cuda_utils", "__triton_launcher"} if older else set())
 
     first, loaded = card("launch")
     assert first["launched"] == ["add_one 4", "add_one 2", "fill 2"]

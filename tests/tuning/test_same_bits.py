@@ -274,7 +274,7 @@ class TestPolicy:
         assert request_of(**given).same_bits
         assert not request_of(same_bits=False).same_bits
 
-    @pytest.mark.parametrize("way", ["decorator", "environment", "configure", "install"])
+    @pytest.mark.parametrize("way", ["decorator", "environment", "configure"])
     def test_another_value_is_refused(
         self, way: str, monkeypatch: pytest.MonkeyPatch, configured: None
     ) -> None:
@@ -284,7 +284,6 @@ class TestPolicy:
             "decorator": lambda: request_of(same_bits="yes"),
             "environment": request_of,
             "configure": lambda: package.configure(same_bits="yes"),  # type: ignore[arg-type]
-            "install": lambda: package.install(same_bits="yes"),  # type: ignore[arg-type]
         }
         with pytest.raises(InvalidSetting, match=r"(?i)same_bits='yes' is not valid; use"):
             calls[way]()

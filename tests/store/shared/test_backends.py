@@ -184,19 +184,11 @@ for number in range(40):
 
 
 @pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("/shared/directory", "no scheme"),
-        ("shared", "no scheme"),
-        ("file://relative/path", "absolute"),
-        ("s3://", "no host or path"),
-    ],
+    "url", ["/shared/directory", "shared", "file://relative/path", "s3://", "no scheme://x"]
 )
-def test_a_malformed_url_is_refused_with_the_reason(
-    url: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_url_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETUNE_SHARED", url)
-    with pytest.raises(InvalidSetting, match=f"SAFETUNE_SHARED.*{reason}.*file:///directory"):
+    with pytest.raises(InvalidSetting, match=r"SAFETUNE_SHARED.*file:///directory"):
         Settings.current()
 
 
