@@ -173,12 +173,6 @@ class DeviceBytes:
             with self.driver.on(self._index):
                 self.driver.copy_in(target, source, size)
 
-    def unload(self, target: int, source: int, size: int) -> None:
-        """Copy bytes to pageable host memory."""
-        if size:
-            with self.driver.on(self._index):
-                self.driver.call("cuMemcpyDtoH_v2", target, source, size)
-
     def has_room(self, size: int) -> bool:
         """Whether an allocation of `size` bytes leaves enough room for a launch's own needs."""
         with self.driver.on(self._index):

@@ -9,7 +9,6 @@ makes a copy impossible, in the caller, before any child starts.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -151,32 +150,6 @@ class Snapshot:
         """Free device memory, except blocks that a child still maps."""
         for _, memory in self._on_device.memories:
             memory.close()
-
-    def move_to_host(self) -> None:
-        """Copy the device contents into the memory file, for a child that could not map them."""
-        blocks, end = list(self.layout.blocks), os.fstat(self.fd).st_size
-        moved = {}
-        for number, block in enumerate(blocks):
-            if block.place:
-                moved[number], blocks[number] = block, replace(block, offset=end, place=None)
-                end += spans.aligned(block.size)
-        memory_budget.check_host(end, {})
-        os.posix_fallocate(self.fd, 0, end)
-        with mmap.mmap(self.fd, end) as memory:
-            for number, block in moved.items():
-                new, rest = blocks[number].offset, block.size - block.head
-                memory[new + block.head : new + block.size] = memory[
-                    block.offset : block.offset + rest
-                ]
-                assert block.place is not None
-                start = ctypes.c_char.from_buffer(memory, new)
-                try:
-                    self._on_device.read(block.place, ctypes.addressof(start))
-                finally:
-                    del start  # the mapping cannot be closed under it
-        self._close_shared()
-        self._on_device = HandOver()
-        self.layout = replace(self.layout, blocks=tuple(blocks), shared=())
 
     def _copy(
         self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: Mapping[str, int]

@@ -6,17 +6,16 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from safetune import triton_internals
 from safetune.both import protocol
 from safetune.both.protocol import Answer, Budget, Prepare
-from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
+from safetune.errors import InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import COMPILER, plain_server, server
-from safetune.messages import logger
 from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
 
 
@@ -33,8 +32,6 @@ class MeasuringChild:
     Args:
         call: the packed call, whose files have the descriptors `fds`.
         run_timeout_s: for one job.
-        on_host: returns the same call without shared device memory, for a child that could not map
-            it or that ran out of memory beside it.
         fresh: do not reuse the child of an earlier tuning.
         with_torch: use a child with torch; without it, a call may turn out to need one.
     """
@@ -44,7 +41,6 @@ class MeasuringChild:
         call: Prepare,
         fds: tuple[int, ...],
         run_timeout_s: float,
-        on_host: Callable[[], tuple[Prepare, tuple[int, ...]]],
         fresh: bool = False,
         with_torch: bool = True,
     ) -> None:
@@ -53,7 +49,6 @@ class MeasuringChild:
         self._timeout_s = run_timeout_s
         self._fresh = fresh
         self.with_torch = with_torch
-        self._on_host = on_host
         self._child: Child | None = None
         self._coming: Future[Child] | None = None
         self._interrupted = ""
@@ -232,11 +227,6 @@ class MeasuringChild:
         if outcome.ok:
             return child
         child.kill()
-        lacking = outcome.detail == HandOverFailed.__name__ or outcome.verdict in TRANSIENT
-        if lacking and self._call.layout.shared:
-            logger.debug("falling back to host memory for the arguments: %s", reason)
-            self._call, self._fds = self._on_host()
-            return self._prepared(self._fds)
         if outcome.detail == InvalidSetting.__name__:
             raise InvalidSetting(reason)
         passes = outcome.killed or outcome.verdict in TRANSIENT

@@ -127,17 +127,12 @@ class LaunchBench:
             view=caller_view.packed(tensors.tensors) if request.has_hooks else b"",
         )
 
-        def on_host() -> tuple[Prepare, tuple[int, ...]]:
-            inputs.move_to_host()
-            return replace(prepare, layout=inputs.layout), (inputs.fd,)
-
         return MeasuringChild(
             prepare,
             (inputs.fd, *inputs.shared_fds),
             request.limits.run_timeout_s,
             fresh=self._fresh,
             with_torch=self._with_torch or bool(_NAMES_TORCH.search(packed)),
-            on_host=on_host,
         )
 
     def __enter__(self) -> Self:
