@@ -43,7 +43,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
     """
     environment = child_environment()
     if gpu_blind:
-        environment.update(backend.hidden_environment())
+        environment.update(backend.HIDDEN)
     elif found := backend.current():  # an index means the same device there as here
         environment.update(found.visible_environment())
     directory = ""
