@@ -326,16 +326,12 @@ def _python() -> str:
     """
     from multiprocessing import spawn  # by set_executable a program names a Python
 
-    own, named = sys.executable or "", os.fsdecode(spawn.get_executable() or "")
-    paths = dict.fromkeys([own, named])
-    if getattr(sys, "frozen", False):
-        del paths[own]
-    for path in paths:
+    for path in (sys.executable or "", os.fsdecode(spawn.get_executable() or "")):
         if _PYTHON.match(os.path.basename(path)):
             return os.path.abspath(path)
     raise WorkerUnavailable(
         "found no Python executable to start tuning processes with ("
-        f"{own or 'sys.executable is empty'}): set one of the same version with "
+        f"{sys.executable or 'sys.executable is empty'}): set one of the same version with "
         "multiprocessing.set_executable(path), or tune offline"
     )
 
