@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetune import forks
 from safetune.both.cuda_driver import Driver, DriverError
 from safetune.both.device_memory import DeviceMemory, MappedMemory, SharedMemory
 from safetune.frozen import dataclass
@@ -158,10 +159,6 @@ class DeviceBytes:
             with self.driver.on(self._index):
                 self.driver.copy(target, source, size, stream)
 
-    def stream(self) -> int:
-        """Return a new stream that does not wait for the default stream."""
-        return self.driver.stream(self._index)
-
     def wait(self, stream: int) -> None:
         """Wait for the work queued on a stream."""
         with self.driver.on(self._index):
@@ -238,10 +235,10 @@ class DeviceBytes:
         dims = self._uploaded(view.inner) if view.inner else 0
         return view.address, dims, len(view.inner), view.step, view.count
 
-    @functools.cached_property
+    @forks.cached_property
     def side_stream(self) -> int:
         """A stream that does not wait for the default stream."""
-        return self.stream()
+        return self.driver.stream(self._index)
 
     def _uploaded(self, inner: tuple[tuple[int, int], ...]) -> int:
         if inner not in self._dims:

@@ -120,11 +120,6 @@ class Replays:
         self._graphs: dict[tuple[int, str], _Graph] = {}
 
     @functools.cached_property
-    def _stream(self) -> int:
-        """A stream that does not wait for the default one, which no graph can be captured on."""
-        return self._where.stream()
-
-    @functools.cached_property
     def _rotation(self) -> Rotation:
         return Rotation(self._arguments, self._where, self._where.l2_bytes() or FLUSH // CACHES)
 
@@ -150,10 +145,11 @@ class Replays:
         return replace(measure(replay, _nothing, _nothing, timer, budget), stage=budget.way)
 
     def _captured(self, launch: functools.partial[Any], way: str) -> _Graph:
-        head = (*launch.args[: triton_launch.STREAM], self._stream)
+        stream = self._where.side_stream  # no graph can be captured on the default one
+        head = (*launch.args[: triton_launch.STREAM], stream)
         arguments = launch.args[triton_launch.STREAM + 1 :]
         calls = [(*head, *moved) for moved in self._in_turn(arguments, way)]
-        run, driver, stream = launch.func, self._driver, self._stream
+        run, driver = launch.func, self._driver
         driver.synchronize()  # the stream waits for nothing
         run(*calls[0])  # it gets its scratch memory, and what is loaded late is
         driver.wait(stream)
@@ -201,8 +197,6 @@ class Replays:
         with contextlib.suppress(Exception):
             for graph in self._graphs.values():
                 self._driver.drop_graph(graph.handle)
-            if "_stream" in vars(self):
-                self._driver.drop_stream(self._stream)
 
 
 def _nothing() -> None:
