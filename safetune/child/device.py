@@ -11,7 +11,7 @@ from typing import Any
 
 from safetune import triton_launch
 from safetune.both.device_bytes import DeviceBytes, Run
-from safetune.both.device_memory import DeviceMemory
+from safetune.both.device_memory import Bytes
 from safetune.both.timing import Launch, Sample, Timer
 from safetune.inputs.memory_budget import FLUSH
 
@@ -45,7 +45,7 @@ class DeviceTimer(Timer):
         self._clock = clock
         self._events: list[int] = []
         self._driver, self._where = where.driver, where
-        self._walked: DeviceMemory | None = None
+        self._walked: Bytes | None = None
         self._flushed = where.allocate(_flushed_bytes(where.l2_bytes()))
         self._flushes = 1
         self._were_late, self._in_a_row = False, 0
