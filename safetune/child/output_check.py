@@ -130,7 +130,10 @@ class OutputCheck:
         slow = time.perf_counter() - start > self._slow_s
         group, differences = self._find(groups)
         counts = self._counts(group)
-        difference = self._largest_difference(groups[0]) if differences else ""
+        worst = ""
+        if differences:  # the first is from the largest group
+            pairs = zip(self._compared, differences[0].tensors, strict=True)
+            worst = self._differs(*max(pairs, key=lambda pair: pair[1].excess))
         same = group or self._results.keep(config, written, counts)
         views, sums = self._arguments.views, self._arguments.sums
         report = OutputReport(
@@ -140,7 +143,7 @@ class OutputCheck:
             written=counts,
             sums=tuple(sums[views[i].block] for i in self._compared),
             unowned=tuple(self._names_in(block) for block in self._arguments.unowned()),
-            difference=difference,
+            difference=worst,
         )
         if not self._effects.atomics or slow:
             return report
@@ -255,11 +258,9 @@ class OutputCheck:
     def _check_expected(self) -> None:
         for index, expected in self._expected.items():
             mine = self._arguments.tensors[index]
-            if _compare().difference(mine, expected, self._rounding(index)).elements:
-                raise WrongResult(
-                    f"{self._names[index]} differs from the reference by up to "
-                    f"{_compare().spread(mine, expected):.3g}"
-                )
+            found = _compare().difference(mine, expected, self._rounding(index))
+            if found.elements:
+                raise WrongResult(self._differs(index, found, " from the reference"))
 
     def _find(self, groups: Sequence[Group]) -> tuple[Group | None, tuple[GroupDifference, ...]]:
         """Return the first group whose result is in the live arguments, and how others differ.
@@ -321,15 +322,10 @@ class OutputCheck:
             return tolerance.typical_size(where, view, dtype)
         return float(_compare().typical_size(self._arguments.tensors[index]))
 
-    def _largest_difference(self, group: Group) -> str:
-        compare = _compare()  # before a tensor is made, which needs torch too
-        tensors, over = self._arguments.tensors, self._arguments.tensor
-        worst = {
-            self._names[index]: compare.spread(tensors[index], over(theirs, index))
-            for index, theirs in self._others(group)
-        }
-        name = max(worst, key=lambda name: worst[name], default="")
-        return f"{name} differs by up to {worst[name]:.3g}" if name else ""
+    def _differs(self, index: int, found: Difference, what: str = "") -> str:
+        size = f"{found.excess:.3g} times its typical size"
+        how = size if found.elements else "a few units in the last place"
+        return f"{self._names[index]} differs{what} by {how}"
 
     def _others(self, group: Group) -> Iterator[tuple[int, Copy]]:
         """Yield (index, the group's block) of the compared tensors whose block is not the same."""
