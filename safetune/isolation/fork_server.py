@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from safetune import forks
 from safetune.both import protocol
@@ -44,13 +44,12 @@ _RANK_VARIABLE = re.compile(
 )
 
 #: `-c` puts the working directory first in the search path; nothing is imported while it is there.
-#: The path to use may be longer than an argument can be, so it comes in a file.
+#: The path to use may be longer than an argument can be, so it comes through a pipe.
 _BOOTSTRAP = """
 import sys
 sys.path[:] = filter(None, sys.path)
 import json
-with open(int(sys.argv.pop(1))) as file:
-    version, sys.path[:] = json.load(file)
+version, sys.path[:] = json.load(sys.stdin)
 if sys.version != version:
     sys.exit(f"{sys.executable} is Python {sys.version}, and the program runs on {version}")
 from safetune.child.server_main import main
@@ -222,26 +221,27 @@ class ForkServer:
             return self._control
         if self._closed:
             raise WorkerUnavailable("cannot start a tuning process: this process is exiting")
-        with system_errors(), contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        with system_errors(), contextlib.ExitStack() as ours:
             output = ours.enter_context(contextlib.closing(Output()))
             control, far_end = socket.socketpair()
             ours.enter_context(control)
-            theirs.enter_context(far_end)
-            settings = theirs.enter_context(_file_of([sys.version, search_path()]))
-            fds = (settings.fileno(), far_end.fileno())
-            self._process = subprocess.Popen(
-                [
-                    *(_python(), *_import_options(), "-c", _BOOTSTRAP),
-                    *(*map(str, fds), str(os.getpid()), json.dumps(self._modules)),
-                ],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=output.fileno(),
-                stderr=output.fileno(),
-                env=child_environment(),
-                cwd="/",  # nothing relative to the program's directory is meant for a server
-                start_new_session=True,
-            )
+            with far_end:
+                self._process = subprocess.Popen(
+                    [
+                        *(_python(), *_import_options(), "-c", _BOOTSTRAP),
+                        *(str(far_end.fileno()), str(os.getpid()), json.dumps(self._modules)),
+                    ],
+                    pass_fds=[far_end.fileno()],
+                    stdin=subprocess.PIPE,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    env=child_environment(),
+                    cwd="/",  # nothing relative to the program's directory is meant for a server
+                    start_new_session=True,
+                )
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as settings:
+                settings.write(json.dumps([sys.version, search_path()]).encode())
             ours.pop_all()
         self._control, self._output = control, output
         self._ready, self._interpret = False, os.environ.get("TRITON_INTERPRET")
@@ -346,16 +346,6 @@ def _import_options() -> list[str]:
         "-S": flags.no_site,
     }
     return [option for option, is_set in options.items() if is_set]
-
-
-@contextlib.contextmanager
-def _file_of(data: Any) -> Iterator[IO[str]]:
-    """Yield a memory file with JSON data, to be read from its beginning."""
-    with open(os.memfd_create("safetune-settings", os.MFD_CLOEXEC), "w+") as file:
-        json.dump(data, file)
-        file.flush()
-        os.lseek(file.fileno(), 0, os.SEEK_SET)
-        yield file
 
 
 @contextlib.contextmanager

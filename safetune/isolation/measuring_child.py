@@ -57,26 +57,26 @@ class MeasuringChild:
     def begin(self) -> None:
         """Start the child while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
-        fds: list[int] = []
-        with contextlib.ExitStack() as opened:
-            for fd in self._fds:  # the tuning may be over, and its files closed, before this is
-                fds.append(os.dup(fd))
-                opened.callback(os.close, fds[-1])
-            copies = opened.pop_all()
+        # The tuning may be over, and its files closed, before the child is ready.
+        fds = tuple(map(os.dup, self._fds))
+
+        def close() -> None:
+            for fd in fds:
+                os.close(fd)
 
         def prepare() -> None:
             try:
-                coming.set_result(self._prepared(tuple(fds)))
+                coming.set_result(self._prepared(fds))
             except BaseException as error:
                 coming.set_exception(error)
             finally:
-                copies.close()
+                close()
 
         thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started; the first job starts the child
-            copies.close()
+            close()
         else:
             self._coming = coming
 
