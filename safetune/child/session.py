@@ -18,7 +18,7 @@ from safetune.both import backend, protocol
 from safetune.both.protocol import DONE, Answer, Budget
 from safetune.both.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.child import failures, rebuild_call, stand_ins
-from safetune.child.device import DeviceLaunches, DeviceTimer
+from safetune.child.device import DeviceTimer, Scratch
 from safetune.child.output_check import Launch, OutOfBounds, OutputCheck, WrongResult
 from safetune.child.replays import NotReplayable, Replays
 from safetune.inputs import compile_spec
@@ -69,10 +69,10 @@ class Session:
                 triton_launch.prepare_specializing()
             triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
-            timer, launches = DeviceTimer(where), DeviceLaunches(where)
-            self._timer, self._launched = timer, launches
+            timer, scratch = DeviceTimer(where), Scratch(where)
+            self._timer, self._launched = timer, scratch.launch
             of_call = self._arguments, self._rebuilt.tensors
-            self._replays = Replays(*of_call, where, timer, launches.scratch)
+            self._replays = Replays(*of_call, where, timer, scratch)
         self._named = call.named()
         restored = self._named_tensors(call.hooks.restore_value)
         with _without_grad():
