@@ -65,17 +65,14 @@ def copy_inputs(
         for name, argument in call.named().items():
             if numbers := [leaf for leaf in leaves(argument) if may_be_address(leaf)]:
                 pointers.check(name, numbers, call.interpreted)
-    found = {} if call.interpreted else _check_devices(copied, names, free_memory)
+    rooms = {} if call.interpreted else _check_devices(copied, names, free_memory)
     limit = Settings.current().copy_limit
     if pinned := pinned_spans(copied, call.index):
         check_pinned(pinned, copied, names, limit)
         where = backend.required()
         with where.relaxed_capture():  # queued work may write to it
             where.bytes_of(call.index).wait(where.launch_stream())
-    rooms = {device: room for device, (room, _) in found.items() if on_devices}
-    snapshot = Snapshot(copied, names, limit, rooms, outputs, call.index)
-    if on_devices:
-        snapshot.notes = tuple(note for _, note in found.values() if note)
+    snapshot = Snapshot(copied, names, limit, rooms if on_devices else {}, outputs, call.index)
     absent = {i: Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
     snapshot.layout = replace(snapshot.layout, absent=absent)
     return snapshot
@@ -94,14 +91,11 @@ class Snapshot:
 
     Attributes:
         regenerated: the arguments with a tensor that is drawn, not copied.
-        notes: why tuning is slow, one sentence per reason.
 
     Raises:
         KernelNotTransferable: a tensor has no plain storage.
         NotReproducible: the host has too little memory for the copy.
     """
-
-    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -206,17 +200,12 @@ def check_pinned(
     size, free = sum(span.size for span in pinned), memory_budget.host_free() // 2
     if size <= min(limit, free):
         return
-    merged = spans.merged_spans(tensors)
-    of = {o for t, o in zip(tensors, owners, strict=True) if _block(t, merged) in pinned}
+    of = {owner for t, owner in zip(tensors, owners, strict=True) if t.device.type == "cpu"}
     why = f"SAFETUNE_COPY_LIMIT of {limit:,}" if limit < free else f"half of the {2 * free:,} free"
     raise TooMuchPinned(
         f"{', '.join(sorted(filter(None, of))) or 'a hook'}: a copy of {size:,} bytes of pinned "
         f"host memory is over the limit of a tuning process ({why} bytes)"
     )
-
-
-def _block(tensor: torch.Tensor, merged: Sequence[Span]) -> Span:
-    return merged[spans.block_of(spans.span_of(tensor), merged)]
 
 
 def _check_tables(
@@ -232,11 +221,8 @@ def _check_tables(
 
 def _check_devices(
     tensors: Sequence[torch.Tensor], owners: Sequence[str], free_memory: Callable[[int], None]
-) -> dict[str, tuple[int, str]]:
-    """Raise if a device has no memory for another copy of the call's tensors there.
-
-    Return for each what `memory_budget.check_device` does.
-    """
+) -> dict[str, int]:
+    """Return how much room each device has, see `memory_budget.check_device`; raise like it."""
     found = {}
     for device in sorted({str(tensor.device) for tensor in tensors if tensor.get_device() >= 0}):
         pairs = zip(tensors, owners, strict=True)

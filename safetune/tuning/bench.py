@@ -75,7 +75,6 @@ class LaunchBench:
         phases: of the tuning.
         grids: the launch grid of each config.
         effects: the kernel's writes according to its text.
-        notes: what to report to the user, one sentence per finding.
     """
 
     #: Whether the tuning waits for its turn without the caller's arguments, and goes on beside the
@@ -116,7 +115,6 @@ class LaunchBench:
         opened.callback(inputs.close)
         drawn = ", ".join(inputs.regenerated)
         self._marks = (*([Mark.REGENERATED.of(drawn)] if drawn else ()), *request.marks)
-        self.notes = inputs.notes
         prepare = Prepare(
             packed=packed,
             layout=inputs.layout,
