@@ -184,8 +184,6 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             names = {n: v for n, v in obj.fn.__globals__.items() if any(v is m for m in languages)}
             names |= _signature_globals(obj.fn, source)
             state = (obj.fn, dict(obj.kwargs), file_of(obj.fn), source, None, names)
-        elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
-            raise TypeError(f"the open file {getattr(obj, 'name', obj)!r} cannot be sent")
         elif isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
             names = _signature_globals(obj.fn, source)
