@@ -22,16 +22,7 @@ from safetune.errors import BackendError, TooMuchPinned
 from safetune.inputs import hand_over, memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, leaves, may_be_address, owners_of
 from safetune.inputs.hand_over import HandOver
-from safetune.inputs.spans import (
-    ALIGNMENT,
-    Absent,
-    BlockSpec,
-    Layout,
-    Noise,
-    Place,
-    Span,
-    TensorSpec,
-)
+from safetune.inputs.spans import BlockSpec, Noise, Place, Span, TensorSpec
 from safetune.messages import logger
 from safetune.settings import Settings
 
@@ -73,7 +64,7 @@ def copy_inputs(
         with where.relaxed_capture():  # queued work may write to it
             where.bytes_of(call.index).wait(where.launch_stream())
     snapshot = Snapshot(copied, names, limit, rooms if on_devices else {}, outputs, call.index)
-    absent = {i: Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
+    absent = {i: spans.Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
     snapshot.layout = replace(snapshot.layout, absent=absent)
     return snapshot
 
@@ -121,7 +112,7 @@ class Snapshot:
         devices = dict.fromkeys(pinned_spans(tensors, index), f"{spans.PINNED}:{index}")
         blocks = tuple(_lay_out(merged, noises, self._on_device.places, devices))
         shared = tuple((device, memory.size) for device, memory in self._on_device.memories)
-        self.layout = Layout(blocks, specs, shared=shared)
+        self.layout = spans.Layout(blocks, specs, shared=shared)
         pairs = zip(specs, names, strict=True)
         self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
         sizes = memory_budget.sizes(names, [merged[spec.block].size for spec in specs])
@@ -258,7 +249,7 @@ def _drawn(
         if limit is None or left <= limit:
             break
         views = [spec for spec in specs if spec.block == index]
-        if index not in of_hooks and random_inputs.is_drawable(views, span.start % ALIGNMENT):
+        if index not in of_hooks and random_inputs.is_drawable(views, span.start % spans.ALIGNMENT):
             drawn.append(index)
             left -= span.size
     return drawn
@@ -272,7 +263,7 @@ def _lay_out(
 ) -> Iterator[BlockSpec]:
     end = 0
     for index, span in enumerate(merged):
-        misalignment = span.start % ALIGNMENT
+        misalignment = span.start % spans.ALIGNMENT
         found = noises.get(index), places.get(index)
         block = BlockSpec(devices.get(span, span.device), end, span.size, misalignment, *found)
         yield block

@@ -17,13 +17,8 @@ from safetune import forks, triton_internals
 from safetune.both import backend, protocol
 from safetune.both.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.errors import DeviceUnavailable, WorkerUnavailable
-from safetune.isolation.fork_server import (
-    ForkServer,
-    Output,
-    child_environment,
-    search_path,
-    server,
-)
+from safetune.isolation import fork_server
+from safetune.isolation.fork_server import ForkServer, Output
 from safetune.outcome import Outcome, Verdict
 
 #: How long a child may take to answer its first job, `Start` or `Prepare`.
@@ -41,7 +36,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
     """Return the job with this process's current environment, paths, program arguments and Triton
     knobs.
     """
-    environment = child_environment()
+    environment = fork_server.child_environment()
     if gpu_blind:
         environment.update(backend.HIDDEN)
     elif found := backend.current():  # an index means the same device there as here
@@ -51,7 +46,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
         directory = os.getcwd()
     return Start(
         environment=environment,
-        path=search_path(),
+        path=fork_server.search_path(),
         argv=[str(argument) for argument in getattr(sys, "argv", [])],
         directory=directory,
         knobs=triton_internals.knobs_set_in_code(),
@@ -117,7 +112,7 @@ class Child:
         self,
         gpu_blind: bool,
         device: int | None = None,
-        forks: ForkServer = server,
+        forks: ForkServer = fork_server.server,
         started: bool = True,
         modules: tuple[str, ...] = (),
     ) -> None:

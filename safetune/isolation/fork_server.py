@@ -228,7 +228,7 @@ class ForkServer:
             with far_end:
                 self._process = subprocess.Popen(
                     [
-                        *(_python(), *_import_options(), "-c", _BOOTSTRAP),
+                        *(_python(), "-c", _BOOTSTRAP),
                         *(str(far_end.fileno()), str(os.getpid()), json.dumps(self._modules)),
                     ],
                     pass_fds=[far_end.fileno()],
@@ -334,18 +334,6 @@ def _python() -> str:
         f"{sys.executable or 'sys.executable is empty'}): set one of the same version with "
         "multiprocessing.set_executable(path), or tune offline"
     )
-
-
-def _import_options() -> list[str]:
-    """Return this Python's options that affect the imports at another one's start."""
-    flags = sys.flags
-    options = {
-        "-I": flags.isolated,
-        "-E": flags.ignore_environment,
-        "-s": flags.no_user_site,
-        "-S": flags.no_site,
-    }
-    return [option for option, is_set in options.items() if is_set]
 
 
 @contextlib.contextmanager
