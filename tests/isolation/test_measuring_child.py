@@ -172,11 +172,6 @@ class TestAChild:
         assert outcome.stderr == "the last words"
         assert outcome.detail == "exit code 3"
 
-    def test_a_child_without_a_call_is_a_protocol_error(self, child: Child) -> None:
-        outcome = child.ask(Measure(0, BUDGET), timeout_s=60)[0].outcome
-        assert outcome.verdict is Verdict.PROTOCOL_ERROR
-        assert outcome.message == "no call was prepared"
-
     def test_reads_nothing_from_our_standard_input(self, child: Child) -> None:
         assert os.readlink(f"/proc/{child.pid}/fd/0") == os.devnull
         assert os.readlink(f"/proc/{child.pid}/fd/1") == os.readlink(f"/proc/{child.pid}/fd/2")
