@@ -18,7 +18,7 @@ from typing import Any
 from safetune.both.device_bytes import NATIVE_FLOATS
 from safetune.child import stand_ins, tolerance
 from safetune.child.arguments import Arguments, Copy, poison_of
-from safetune.child.results import HELD_BYTES, Results
+from safetune.child.results import Results
 from safetune.errors import InvalidSetting
 from safetune.inputs.spans import FLOATS, TensorSpec, itemsize
 from safetune.outcome import Difference, Effects, Group, GroupDifference, OutputReport
@@ -49,7 +49,6 @@ class OutputCheck:
         scratch: arguments that are not compared.
         effects: the kernel's writes according to its text.
         launch_of: returns the launch of a config number.
-        held_bytes: see `Results`.
         slow_s: seconds; a config whose first launch takes longer is launched once, whether it is
             slow or was held up. After this time no other results are made again for a config.
 
@@ -66,7 +65,6 @@ class OutputCheck:
         scratch: Sequence[str],
         effects: Effects,
         launch_of: Callable[[int], Launch],
-        held_bytes: int = HELD_BYTES,
         slow_s: float = 2.0,
     ) -> None:
         self._arguments = arguments
@@ -74,7 +72,7 @@ class OutputCheck:
         self._effects = effects
         self._launch_of = launch_of
         self._slow_s = slow_s
-        self._results = Results(arguments, self._relaunch, held_bytes)
+        self._results = Results(arguments, self._relaunch)
         self._expected: dict[int, Any] = {}
         self._input_sizes: dict[int, float] = {}
         self.left: tuple[int, int] | None = None

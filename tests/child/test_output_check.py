@@ -213,8 +213,11 @@ class TestResults:
         trial.arguments.restore()
         assert not trial.arguments.tensors[0].any()
 
-    def test_of_many_large_results_the_first_are_held(self, trial: Trial) -> None:
-        trial.fresh(held_bytes=0)
+    def test_of_many_large_results_the_first_are_held(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(results, "HELD_BYTES", 0)
+        trial.fresh()
         count = results.LEAST_HELD + 2
         first = [
             trial.run(lambda out, x, value=value: out.fill_(value + 1)) for value in range(count)
