@@ -85,7 +85,7 @@ class CompilePool:
         memory_bytes: the limit for a child and for each process that it starts; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
         may_give_up: whether a config may end without a result: once at least as many configs have
-            compiled as are unfinished, and it takes more than `slow` times their median and
+            compiled as are unfinished, and it takes more than `_SLOW` times their median and
             `least_s`.
     """
 
@@ -97,7 +97,6 @@ class CompilePool:
         memory_bytes: int = 0,
         most_shared: int = 0,
         may_give_up: Callable[[int], bool] = lambda config: False,
-        slow: float = _SLOW,
         least_s: float = _LEAST_S,
     ) -> None:
         cpus = usable_cpus()
@@ -107,7 +106,6 @@ class CompilePool:
         self._memory_bytes = memory_bytes
         self._most_shared = most_shared
         self._may_give_up = may_give_up
-        self._slow = slow
         self._least_s = least_s
         #: Of each config that was compiled to the end: one that fails ends early, as does one that
         #: needs too much shared memory, and they say nothing of the others.
@@ -194,7 +192,7 @@ class CompilePool:
             return START_S
         if len(self._took_s) < len(self._unfinished) or not self._may_give_up(config):
             return self._timeout_s
-        slow_s = self._slow * statistics.median(self._took_s)
+        slow_s = _SLOW * statistics.median(self._took_s)
         return min(self._timeout_s, max(self._least_s, slow_s))
 
     def _collect(self, wait_s: float) -> None:
@@ -211,12 +209,11 @@ class CompilePool:
             slot.child.cut_output()
         now = time.monotonic()
         due = [fd for fd, deadline in ends.items() if fd in ready or deadline <= now]
-        found = [compiled for fd in due if (compiled := self._advance(fd, ends[fd])) is not None]
-        self._done += found
-        self._unfinished.difference_update(compiled.config for compiled in found)
+        for fd in due:
+            self._advance(fd, ends[fd])
 
-    def _advance(self, fd: int, deadline: float) -> Compiled | None:
-        """Read one answer, or find that no answer came; return the result of its config, if any."""
+    def _advance(self, fd: int, deadline: float) -> None:
+        """Read one answer, or find that no answer came; keep the result of its config, if any."""
         slot = self._slots[fd]
         config = slot.jobs.popleft()
         alive, given_up = True, False
@@ -250,13 +247,13 @@ class CompilePool:
             self._killed.add(config)  # perhaps from outside: once more, after the others
             self._waiting.append(config)
         elif config is not None:
-            return Compiled(config, outcome, answer.binary)
+            self._done.append(Compiled(config, outcome, answer.binary))
+            self._unfinished.discard(config)
         elif not alive and not slot.used:
             self._size = len(self._slots)
             if not self._size:
                 reason = f"{outcome.message} {outcome.stderr}".strip()
                 raise WorkerUnavailable(f"a compile process ended before its first job: {reason}")
-        return None
 
     def _outcome(self, outcome: Outcome) -> Outcome:
         """Return a child's outcome as the outcome of the config that it was compiling."""
