@@ -228,13 +228,6 @@ class Child:
         self._close()
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
 
-    def interrupt(self) -> None:
-        """Kill the process while a thread waits for its answer; safe from any other thread."""
-        handle = self._pidfd
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-
     def abandon(self) -> None:
         """Close the pipe; the child ends when it notices."""
         if self._alive:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
@@ -21,9 +20,6 @@ from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Ver
 
 class TorchNeeded(Exception):
     """A child without torch could not do a job; the next child has torch."""
-
-
-_measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
 
 
 class MeasuringChild:
@@ -51,8 +47,6 @@ class MeasuringChild:
         self.with_torch = with_torch
         self._child: Child | None = None
         self._coming: Future[Child] | None = None
-        self._interrupted = ""
-        _measuring.add(self)
 
     def begin(self) -> None:
         """Start the child while others compile; the first job waits for it."""
@@ -139,7 +133,6 @@ class MeasuringChild:
                 answer, _ = child.answer(self._timeout_s)
             except ChildFailed:
                 self._child = None
-                self._check_interrupted()
                 break
             if answer.outcome.timing is None or answer.torch:
                 self.replace()
@@ -168,13 +161,6 @@ class MeasuringChild:
             idle.keep(_measures_on(self._call.index, self.with_torch), self._child)
         self._child = None
 
-    def interrupt(self, reason: str) -> None:
-        """Kill the child during a job; the tuning ends with `WorkerUnavailable(reason)`."""
-        child = self._child
-        if child is not None:
-            self._interrupted = reason
-            child.interrupt()
-
     def _ask(self, job: protocol.OfCall, limit_s: float | None = None) -> tuple[Answer, bytes]:
         answer, blob = self._answered(job, limit_s)
         if answer.outcome.killed:  # perhaps from outside, or out of memory
@@ -191,15 +177,10 @@ class MeasuringChild:
             answer, blob = child.ask(job, timeout_s=limit_s or self._timeout_s)
         except ChildFailed as failure:
             self._child = None
-            self._check_interrupted()
             return Answer(failure.outcome), b""
         if answer.outcome.verdict not in CLEAN:
             self.replace()
         return answer, blob
-
-    def _check_interrupted(self) -> None:
-        if self._interrupted:
-            raise WorkerUnavailable(self._interrupted) from None
 
     def _prepared(self, fds: tuple[int, ...]) -> Child:
         index = self._call.index
@@ -242,12 +223,6 @@ def _measures_on(index: int, with_torch: bool) -> str:
 def _kill_unwanted(coming: Future[Child]) -> None:
     if coming.exception() is None:
         coming.result().kill()
-
-
-def interrupt(reason: str) -> None:
-    """End all measurements of this process; the tunings raise `WorkerUnavailable(reason)`."""
-    for measuring in list(_measuring):
-        measuring.interrupt(reason)
 
 
 def drop_idle(index: int) -> None:
