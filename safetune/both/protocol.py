@@ -45,8 +45,6 @@ Result = TypeVar("Result")
 _PREFIX = struct.Struct("!IQ")
 _MAX_HEADER = 1 << 24
 _MAX_BLOB = 1 << 34
-#: A child answers with nothing larger than a compiler's spec.
-MAX_ANSWER = 1 << 28
 _MAX_FDS = 32
 
 
@@ -271,7 +269,6 @@ def receive(
     timeout_s: float | None = None,
     ended: int | None = None,
     meanwhile: Callable[[], None] = lambda: None,
-    most_bytes: int = _MAX_BLOB,
 ) -> tuple[dict[str, Any], bytes, list[int]]:
     """Return the next frame's header, bytes and file descriptors.
 
@@ -304,7 +301,7 @@ def receive(
         return bytes(frame[begin:])
 
     header_size, blob_size = _PREFIX.unpack(read(_PREFIX.size))
-    if header_size > _MAX_HEADER or blob_size > most_bytes:
+    if header_size > _MAX_HEADER or blob_size > _MAX_BLOB:
         raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes is too large")
     text = read(header_size)
     try:

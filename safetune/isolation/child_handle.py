@@ -168,9 +168,8 @@ class Child:
         its server.
         """
         try:
-            header, blob, _ = protocol.receive(
-                self.pipe, timeout_s, self._pidfd, self.cut_output, protocol.MAX_ANSWER
-            )
+            found = protocol.receive(self.pipe, timeout_s, self._pidfd, self.cut_output)
+            header, blob, _ = found
             answer = protocol.answer_of(header, self._last_job - self.unanswered + 1)
         except protocol.Stalled:
             raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None

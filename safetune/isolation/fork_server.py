@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -48,6 +49,7 @@ _RANK_VARIABLE = re.compile(
 _BOOTSTRAP = """
 import sys
 sys.path[:] = filter(None, sys.path)
+import io
 import json
 version, sys.path[:] = json.load(sys.stdin)
 if sys.version != version:
@@ -64,41 +66,39 @@ class Output:
     """The standard output and error of one process, in a file without a name or directory."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("safetune-output", os.MFD_CLOEXEC)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # a cut leaves no hole
+        self._file = io.FileIO(os.memfd_create("safetune-output"), "r+")
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # a cut leaves no hole
         self._begin = 0
 
     def fileno(self) -> int:
         """Return the descriptor for a process to inherit."""
-        return self._fd
+        return self._file.fileno()
 
     def mark(self) -> None:
         """Attribute later output to the next job."""
         self.cut()
-        self._begin = os.fstat(self._fd).st_size
+        self._begin = os.fstat(self.fileno()).st_size
 
     def cut(self) -> None:
         """Drop all but the end of long output."""
-        if os.fstat(self._fd).st_size > _MOST_BYTES:
+        if os.fstat(self.fileno()).st_size > _MOST_BYTES:
             end, self._begin = self._end(), 0
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, end)
+            self._file.truncate(0)
+            self._file.write(end)
 
     def tail(self) -> str:
         """Return the last output lines of the job."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # also of a closed file
             return self._end().decode(errors="replace").strip()
         return ""
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def _end(self) -> bytes:
-        begin = max(self._begin, os.fstat(self._fd).st_size - _TAIL_BYTES)
-        return os.pread(self._fd, _TAIL_BYTES, begin)
+        begin = max(self._begin, os.fstat(self.fileno()).st_size - _TAIL_BYTES)
+        return os.pread(self.fileno(), _TAIL_BYTES, begin)
 
 
 class ForkServer:
