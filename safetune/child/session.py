@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.runtime.autotuner import Config
@@ -249,38 +249,33 @@ class Session:
         return self._is_own() and not any(given)
 
 
+@dataclass(eq=False)
 class ConfigLaunch:
     """One config's launch: its hooks see the caller's values, the kernel the pinned ones."""
 
-    def __init__(
-        self,
-        call: Call,
-        config: Config,
-        grid: Any,
-        values: Mapping[str, Any] | None = None,
-        launched: Callable[..., Any] = _called,
-        zeroed: Sequence[Any] = (),
-        restored: Sequence[tuple[Any, Any]] = (),
-        view: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        options = config.all_kwargs()
-        self._call = call
-        self._view = view
-        self._launched = launched
-        kernel = call.kernel if values is None else own_heuristics(call.kernel)[0]
+    call: Call
+    config: Config
+    grid: Any
+    values: Mapping[str, Any] | None = None
+    launched: Callable[..., Any] = _called
+    zeroed: Sequence[Any] = ()
+    restored: Sequence[tuple[Any, Any]] = ()
+    view: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    count: int = 0  # of its launches, as the hooks around them count
+
+    def __post_init__(self) -> None:
+        call, options = self.call, self.config.all_kwargs()
+        kernel = call.kernel if self.values is None else own_heuristics(call.kernel)[0]
         self._run: Callable[..., object] = kernel.run
         self._compiled: Any = None
         self._args, pinned = call.pinned()
-        self._kwargs = {**pinned, **options, **(values or {}), "grid": grid, "warmup": False}
+        self._kwargs = {**pinned, **options, **(self.values or {})}
+        self._kwargs |= {"grid": self.grid, "warmup": False}
         self._named = {**call.named(), **options}
-        self._hooks = call.hooks
-        self._config = config
-        self._zeroed, self._restored = zeroed, restored
-        self.count = 0  # of its launches, as the hooks around them count
 
     def __call__(self) -> None:
         """Launch the kernel, without hooks."""
-        self._compiled = self._launched(self._run, *self._args, **self._kwargs)
+        self._compiled = self.launched(self._run, *self._args, **self._kwargs)
 
     @functools.cached_property
     def again(self) -> Callable[[], object]:
@@ -299,27 +294,27 @@ class ConfigLaunch:
     @property
     def has_pre_hook(self) -> bool:
         """Whether user code runs before each launch."""
-        return self._config.pre_hook is not None or self._hooks.pre_hook is not None
+        return self.config.pre_hook is not None or self.call.hooks.pre_hook is not None
 
     def before(self) -> None:
         """Run what triton.autotune runs before a launch: the config's hook, then the tuner's."""
         self.count += 1
-        for hook in (self._config.pre_hook, self._hooks.pre_hook):
+        for hook in (self.config.pre_hook, self.call.hooks.pre_hook):
             if hook is not None:
-                with self._view():
+                with self.view():
                     hook(self._named)
-        if self._hooks.pre_hook is None and (self._restored or self._zeroed):
+        if self.call.hooks.pre_hook is None and (self.restored or self.zeroed):
             with _without_grad():
-                for tensor in self._zeroed:
+                for tensor in self.zeroed:
                     tensor.zero_()
-                for tensor, value in self._restored:
+                for tensor, value in self.restored:
                     tensor.copy_(value)
 
     def after(self, exception: Exception | None = None) -> None:
         """Run what triton.autotune runs after a launch."""
-        if self._hooks.post_hook is not None:
-            with self._view():
-                self._hooks.post_hook(self._named, exception=exception)
+        if self.call.hooks.post_hook is not None:
+            with self.view():
+                self.call.hooks.post_hook(self._named, exception=exception)
 
     def with_hooks(self, launch: Callable[[], Any] | None = None) -> Any:
         """Run the hooks around the launch or another function."""

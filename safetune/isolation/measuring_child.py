@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from safetune import triton_internals
 from safetune.both import protocol
@@ -22,6 +23,7 @@ class TorchNeeded(Exception):
     """A child without torch could not do a job; the next child has torch."""
 
 
+@dataclass(eq=False)
 class MeasuringChild:
     """The measuring child of one call on one device, replaced after each outcome that is not clean.
 
@@ -32,27 +34,19 @@ class MeasuringChild:
         with_torch: use a child with torch; without it, a call may turn out to need one.
     """
 
-    def __init__(
-        self,
-        call: Prepare,
-        fds: tuple[int, ...],
-        run_timeout_s: float,
-        fresh: bool = False,
-        with_torch: bool = True,
-    ) -> None:
-        self._call = call
-        self._fds = fds
-        self._timeout_s = run_timeout_s
-        self._fresh = fresh
-        self.with_torch = with_torch
-        self._child: Child | None = None
-        self._coming: Future[Child] | None = None
+    call: Prepare
+    fds: tuple[int, ...]
+    run_timeout_s: float
+    fresh: bool = False
+    with_torch: bool = True
+    _child: Child | None = field(default=None, init=False)
+    _coming: Future[Child] | None = field(default=None, init=False)
 
     def begin(self) -> None:
         """Start the child while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
         # The tuning may be over, and its files closed, before the child is ready.
-        fds = tuple(map(os.dup, self._fds))
+        fds = tuple(map(os.dup, self.fds))
 
         def close() -> None:
             for fd in fds:
@@ -78,7 +72,7 @@ class MeasuringChild:
         """Return the child once it is ready for a job; raises `WorkerUnavailable`."""
         if self._child is None:
             coming, self._coming = self._coming, None
-            self._child = self._prepared(self._fds) if coming is None else coming.result()
+            self._child = self._prepared(self.fds) if coming is None else coming.result()
         return self._child
 
     def spec_of(self, config: int) -> tuple[Outcome, bytes]:
@@ -127,10 +121,10 @@ class MeasuringChild:
         found: dict[int, Outcome] = {}
         child = self.wait()
         for config, budget in budgets.items():
-            child.send(protocol.Measure(config, budget), timeout_s=self._timeout_s)
+            child.send(protocol.Measure(config, budget), timeout_s=self.run_timeout_s)
         for config in budgets:
             try:
-                answer, _ = child.answer(self._timeout_s)
+                answer, _ = child.answer(self.run_timeout_s)
             except ChildFailed:
                 self._child = None
                 break
@@ -157,8 +151,8 @@ class MeasuringChild:
             self.replace()
             return
         with contextlib.suppress(ChildFailed):
-            self._child.ask(protocol.Release(), timeout_s=self._timeout_s)
-            idle.keep(_measures_on(self._call.index, self.with_torch), self._child)
+            self._child.ask(protocol.Release(), timeout_s=self.run_timeout_s)
+            idle.keep(_measures_on(self.call.index, self.with_torch), self._child)
         self._child = None
 
     def _ask(self, job: protocol.OfCall, limit_s: float | None = None) -> tuple[Answer, bytes]:
@@ -174,7 +168,7 @@ class MeasuringChild:
     def _answered(self, job: protocol.Job, limit_s: float | None) -> tuple[Answer, bytes]:
         child = self.wait()
         try:
-            answer, blob = child.ask(job, timeout_s=limit_s or self._timeout_s)
+            answer, blob = child.ask(job, timeout_s=limit_s or self.run_timeout_s)
         except ChildFailed as failure:
             self._child = None
             return Answer(failure.outcome), b""
@@ -183,12 +177,12 @@ class MeasuringChild:
         return answer, blob
 
     def _prepared(self, fds: tuple[int, ...]) -> Child:
-        index = self._call.index
+        index = self.call.index
         child_handle.check_device(index)
         with_torch = self.with_torch
         purposes = [_measures_on(index, kind) for kind in (True, False) if kind or not with_torch]
         child = None
-        for purpose in () if self._fresh else purposes:
+        for purpose in () if self.fresh else purposes:
             child = child or idle.take(purpose)
         if child is not None:
             try:  # the environment may have changed since
@@ -200,7 +194,7 @@ class MeasuringChild:
         child = child or Child(index < 0, index, forks, modules=modules)
         triton_internals.first_driver.wait()  # or the child would build it, too
         try:
-            answer, _ = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))
+            answer, _ = child.ask(self.call, fds, timeout_s=max(START_S, self.run_timeout_s))
             outcome, reason = answer.outcome, answer.outcome.message
             self.with_torch |= answer.torch
         except ChildFailed as failure:
