@@ -124,9 +124,9 @@ class OutputCheck:
         group, differences = self._find(groups)
         counts = self._counts(group)
         worst = ""
-        if differences:  # the first is from the largest group
+        if differences:  # the first is from the largest group that it was compared with
             pairs = zip(self._compared, differences[0].tensors, strict=True)
-            worst = self._differs(*max(pairs, key=lambda pair: pair[1].excess))
+            worst = self._differs(*max(pairs, key=lambda pair: (pair[1].excess, pair[1].fine)))
         same = group or self._results.keep(config, written, counts)
         views, sums = self.arguments.views, self.arguments.sums
         report = OutputReport(

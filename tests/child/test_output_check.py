@@ -186,6 +186,17 @@ class TestResults:
         trial.fresh()
         assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 2
 
+    def test_a_small_difference_is_told_of_the_tensor_that_has_it(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), torch.zeros(8))
+
+        def fill(part: torch.Tensor, value: float, out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            part.fill_(value)
+
+        trial.run(lambda out, x, part: fill(part, 1.0, out, x))
+        other = trial.run(lambda out, x, part: fill(part, 1.001, out, x))
+        assert other.difference == "part differs by a few units in the last place"
+
     def test_another_child_makes_a_result_again_to_compare_with(self, trial: Trial) -> None:
         """Only where they differ: the same bits are known by their checksum."""
 
