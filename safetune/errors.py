@@ -88,10 +88,6 @@ class BackendError(WorkerUnavailable):
     """A device's driver does not answer a question that tuning depends on; nothing is tuned."""
 
 
-class HandOverFailed(BackendError):
-    """A tuning process could not map the device memory that holds the copies of the arguments."""
-
-
 class CaptureError(SafetuneError, RuntimeError):
     """The operation is not possible while a CUDA graph is being captured."""
 

@@ -181,22 +181,6 @@ def default_allocator(allocate: Function) -> Iterator[None]:
         _allocation._allocator.reset(token)
 
 
-def set_default_profile_allocator(allocate: Function) -> None:
-    """Use `allocate` for instrumented kernels, in the whole process, unless another allocator is
-    set.
-
-    Triton 3.8 and 3.9 have their own default, which uses torch.
-    """
-    from triton.runtime import _allocation, driver
-
-    if not isinstance(_allocation._profile_allocator.get(), _allocation.NullAllocator):
-        return
-    if hasattr(_allocation, "has_profile_allocator"):
-        driver.active.allocate_default_profile_scratch = allocate
-    else:
-        _allocation.set_profile_allocator(allocate)
-
-
 def prepare_specializing() -> None:
     """Let Triton classify arguments in a process without torch; imports the modules that this
     needs.

@@ -32,7 +32,6 @@ class FakeBackend:
     Tensors of the CPU stand for those of the device.
     """
 
-    hidden: Mapping[str, str] = {"FAKE_VISIBLE_DEVICES": ""}
     torch_type = "cpu"
 
     def __init__(self, **answers: Any) -> None:

@@ -575,25 +575,6 @@ class TestScratchMemory:
         finally:
             _allocation._allocator.reset(token)
 
-    def test_a_profile_allocator_is_set_where_there_is_none(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Triton 3.8 and 3.9 have one of their own, which needs torch: ours takes its place."""
-        own = hasattr(_allocation, "has_profile_allocator")
-        active = SimpleNamespace()
-        allocators: list[Any] = [_allocation.NullAllocator()]
-        monkeypatch.setattr(
-            _allocation, "_profile_allocator", SimpleNamespace(get=lambda: allocators[-1])
-        )
-        monkeypatch.setattr(_allocation, "set_profile_allocator", allocators.append)
-        monkeypatch.setattr(driver, "_active", active)
-        triton_launch.set_default_profile_allocator(print)
-        assert allocators[1:] == ([] if own else [print])
-        assert vars(active) == ({"allocate_default_profile_scratch": print} if own else {})
-        if not own:
-            triton_launch.set_default_profile_allocator(repr)
-            assert allocators[1:] == [print], "the first one stays"
-
 
 class TestReplacedFunctions:
     def test_autotune_is_replaced_wherever_it_is_exported(

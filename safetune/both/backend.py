@@ -37,10 +37,6 @@ class Backend(Protocol):
     """One kind of device. Streams are raw handles; an index counts the devices of this process."""
 
     @property
-    def hidden(self) -> Mapping[str, str]:
-        """The environment variables that hide all devices of this kind from a process."""
-
-    @property
     def torch_type(self) -> str:
         """The device type in torch, as in `torch.device(type, index)`."""
 
@@ -101,8 +97,8 @@ class Backend(Protocol):
 #: The module of each back end, by the name that Triton's target has. It has a function `make`.
 _MODULES = {"cuda": "safetune.both.cuda"}
 
-#: Children without a device see none of a kind that has no back end here either.
-_HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+#: The variables that hide all devices from a process.
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 _made: dict[str, Backend | BackendError] = {}
 
@@ -172,12 +168,6 @@ def why_missing(name: str) -> str:
     """Return why the device of a Triton target has no back end; empty if it has one."""
     found = _find(name)
     return str(found) if isinstance(found, BackendError) else ""
-
-
-def hidden_environment() -> dict[str, str]:
-    """Return the variables that hide all devices from a process."""
-    found = current()
-    return {**_HIDDEN, **(found.hidden if found is not None else {})}
 
 
 def _find(name: str) -> Backend | BackendError:

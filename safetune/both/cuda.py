@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import functools
 import os
-import stat
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -29,8 +28,6 @@ MPS_ENABLED = 133
 _POINTER_MEMORY_TYPE = 2
 _CAPTURE_NONE = 0  # CUstreamCaptureStatus
 _CAPTURE_ACTIVE = 1
-#: CU_COMPUTEMODE_EXCLUSIVE, of drivers long gone.
-_EXCLUSIVE_THREAD = 1
 
 # CUresult.
 _INVALID_VALUE = 1
@@ -39,8 +36,6 @@ _CAPTURE_IMPLICIT = 906  # the legacy stream, beside a capture that it would dis
 
 _MPS_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 _MPS_DEFAULT = "/tmp/nvidia-mps"
-#: In a container, the owner of files that belong to an outside user: perhaps root's pipe.
-_UNMAPPED = 65534
 _OFFLINE = (
     "Tune on another GPU of the same model, with `safetune tune` or by running the program there; "
     "this process then uses those choices"
@@ -68,14 +63,12 @@ class Cuda:
             it.
     """
 
-    hidden: Mapping[str, str] = {VISIBLE: ""}
     torch_type = "cuda"
 
     def __init__(self, driver: Driver, mps_directory: str = _MPS_DEFAULT) -> None:
         self._driver = driver
         self._in_use = False
         self._mps_directory = mps_directory
-        self._side_streams: dict[int, int] = {}
         self._bytes: dict[int, DeviceBytes] = {}
 
     def launch_stream(self) -> int:
@@ -113,12 +106,15 @@ class Cuda:
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """See `Backend`. Copies contiguous bytes without allocating on the device."""
+        """See `Backend`. Copies contiguous bytes without allocating on the device.
+
+        The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
+        """
         import torch
 
         with self.relaxed_capture(), torch.cuda.device(index):
             current = torch.cuda.current_stream()
-            side = torch.cuda.ExternalStream(self._side_stream(current.device_index))
+            side = torch.cuda.ExternalStream(self.bytes_of(current.device_index).side_stream)
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 yield
@@ -222,8 +218,7 @@ class Cuda:
 
     def compute_mode(self, index: int) -> ComputeMode:
         """Return the compute mode of a device."""
-        mode = self._attribute(COMPUTE_MODE, index)
-        return ComputeMode.EXCLUSIVE_PROCESS if mode == _EXCLUSIVE_THREAD else ComputeMode(mode)
+        return ComputeMode(self._attribute(COMPUTE_MODE, index))
 
     def mps_server(self, index: int) -> str:
         """Return the evidence that contexts on a device are MPS clients; empty without any."""
@@ -248,25 +243,11 @@ class Cuda:
 
         self.memory(torch.cuda.current_device())
 
-    def _side_stream(self, index: int) -> int:
-        """Return a stream of a device, always the same one.
-
-        The first `torch.cuda.Stream()` of a process makes 32; they keep 70 MiB of an H100 for good.
-        """
-        if index not in self._side_streams:
-            self._side_streams[index] = self._driver.stream(index)
-        return self._side_streams[index]
-
 
 def _is_served(control: Path) -> bool:
-    """Whether a daemon that this process could be a client of reads a control pipe.
-
-    Anyone can make a pipe of that name, and a daemon that was killed leaves its own.
-    """
+    """Whether a daemon reads a control pipe; one that was killed leaves its pipe behind."""
     try:
-        found = control.stat()
-        trusted = found.st_uid in (0, os.geteuid(), _UNMAPPED)
-        if not (trusted and stat.S_ISFIFO(found.st_mode)):
+        if not control.is_fifo():
             return False
         os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
     except PermissionError:

@@ -335,10 +335,6 @@ class Driver:
         """Wait for all work queued on a stream."""
         self.call("cuStreamSynchronize", stream)
 
-    def drop_stream(self, stream: int) -> None:
-        """Destroy a stream from `stream`."""
-        self.call("cuStreamDestroy_v2", stream)
-
     def event(self) -> int:
         """Return a new event with timing enabled."""
         return self._made("cuEventCreate", ctypes.c_void_p, 0)

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetune import forks
+from safetune.both import device_memory
 from safetune.both.cuda_driver import Driver, DriverError
-from safetune.both.device_memory import DeviceMemory, MappedMemory, SharedMemory
+from safetune.both.device_memory import Bytes, SharedMemory
 from safetune.frozen import dataclass
 
 if TYPE_CHECKING:
@@ -101,30 +103,30 @@ class DeviceBytes:
         self.driver = driver
         self._index = index
         self._functions: dict[str, int] = {}
-        self._dims: dict[tuple[tuple[int, int], ...], DeviceMemory] = {}
+        self._dims: dict[tuple[tuple[int, int], ...], Bytes] = {}
 
     @functools.cached_property
-    def _slots(self) -> DeviceMemory:
+    def _slots(self) -> Bytes:
         return self.allocate(8 * _SLOTS)
 
     def l2_bytes(self) -> int:
         """Return the size of the device's L2 cache in bytes; 0 if unknown."""
         return self.driver.l2_bytes(self._index)
 
-    def allocate(self, size: int) -> DeviceMemory:
+    def allocate(self, size: int) -> Bytes:
         """Return new memory; raises `MemoryError` if the device has too little left."""
-        return DeviceMemory(self.driver, self._index, size)
+        return device_memory.allocated(self.driver, self._index, size)
 
-    def allocate_anywhere(self, size: int) -> DeviceMemory:
+    def allocate_anywhere(self, size: int) -> Bytes:
         """Return new device memory, or pinned host memory if the device is full."""
         try:
             return self.allocate(size)
         except MemoryError:
             return self.allocate_pinned(size)
 
-    def allocate_pinned(self, size: int) -> DeviceMemory:
+    def allocate_pinned(self, size: int) -> Bytes:
         """Return new pinned host memory."""
-        return DeviceMemory(self.driver, self._index, size, pinned=True)
+        return device_memory.allocated(self.driver, self._index, size, pinned=True)
 
     def share(self, size: int) -> SharedMemory:
         """Return memory that another process can map.
@@ -135,11 +137,11 @@ class DeviceBytes:
             raise DriverError(f"device {self._index} cannot share memory with another process")
         return SharedMemory(self.driver, self._index, size)
 
-    def mapped(self, fd: int, size: int) -> MappedMemory:
+    def mapped(self, fd: int, size: int) -> Bytes:
         """Return the memory behind a descriptor from another process; see `share`."""
-        return MappedMemory(self.driver, self._index, fd, size)
+        return device_memory.mapped(self.driver, self._index, fd, size)
 
-    def tensor(self, memory: DeviceMemory, run: Run) -> torch.Tensor:
+    def tensor(self, memory: Bytes, run: Run) -> torch.Tensor:
         """Return a run of bytes as a tensor, without a copy."""
         import torch
 
@@ -158,10 +160,6 @@ class DeviceBytes:
             with self.driver.on(self._index):
                 self.driver.copy(target, source, size, stream)
 
-    def stream(self) -> int:
-        """Return a new stream that does not wait for the default stream."""
-        return self.driver.stream(self._index)
-
     def wait(self, stream: int) -> None:
         """Wait for the work queued on a stream."""
         with self.driver.on(self._index):
@@ -172,12 +170,6 @@ class DeviceBytes:
         if size:
             with self.driver.on(self._index):
                 self.driver.copy_in(target, source, size)
-
-    def unload(self, target: int, source: int, size: int) -> None:
-        """Copy bytes to pageable host memory."""
-        if size:
-            with self.driver.on(self._index):
-                self.driver.call("cuMemcpyDtoH_v2", target, source, size)
 
     def has_room(self, size: int) -> bool:
         """Whether an allocation of `size` bytes leaves enough room for a launch's own needs."""
@@ -244,17 +236,17 @@ class DeviceBytes:
         dims = self._uploaded(view.inner) if view.inner else 0
         return view.address, dims, len(view.inner), view.step, view.count
 
-    @functools.cached_property
+    @forks.cached_property
     def side_stream(self) -> int:
         """A stream that does not wait for the default stream."""
-        return self.stream()
+        return self.driver.stream(self._index)
 
     def _uploaded(self, inner: tuple[tuple[int, int], ...]) -> int:
         if inner not in self._dims:
             self._dims[inner] = self._written([number for dim in inner for number in dim])
         return self._dims[inner].address
 
-    def _written(self, numbers: Sequence[int]) -> DeviceMemory:
+    def _written(self, numbers: Sequence[int]) -> Bytes:
         memory = self.allocate(8 * len(numbers))
         with self.driver.on(self._index):
             self.driver.write(memory.address, struct.pack(f"<{len(numbers)}q", *numbers))

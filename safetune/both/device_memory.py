@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from safetune import forks
@@ -13,40 +15,54 @@ from safetune.both.cuda_driver import Driver, DriverError
 
 
 class Bytes:
-    """`size` bytes of a device, in the form that torch imports from other libraries."""
+    """`size` bytes, in the form that torch imports from other libraries; freed with this object.
 
-    def __init__(self, address: int, size: int) -> None:
-        self.address, self.size = address, size
+    Args:
+        free: frees the address, in the context of the device.
+        pinned: whether this is memory of the host, which the device copies at bus speed.
+    """
+
+    def __init__(
+        self,
+        context: Callable[[], AbstractContextManager[None]],
+        address: int,
+        size: int,
+        free: Callable[[int], object],
+        pinned: bool = False,
+    ) -> None:
+        self.address, self.size, self.pinned = address, size, pinned
+        self._context, self._free = context, free
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         data = (self.address, False)
         return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 3}
 
-
-class DeviceMemory(Bytes):
-    """Memory of one device with a single user; it is freed with this object.
-
-    Args:
-        pinned: allocate pinned host memory instead, which the device copies at bus speed.
-    """
-
-    def __init__(self, driver: Driver, index: int, size: int, pinned: bool = False) -> None:
-        super().__init__(0, size)
-        self._driver, self._index = driver, index
-        self.pinned = pinned
-        with driver.on(index):
-            allocate = driver.allocate_host if pinned else driver.allocate
-            self.address = allocate(max(1, size))
-
     def __del__(self) -> None:
-        if self.address:
-            free = self._driver.free_host if self.pinned else self._driver.free
-            try:
-                with self._driver.on(self._index):
-                    free(self.address)
-            except Exception:  # a context with an error frees nothing
-                pass
+        with contextlib.suppress(Exception), self._context():  # after an error it frees nothing
+            self._free(self.address)
+
+
+def allocated(driver: Driver, index: int, size: int, pinned: bool = False) -> Bytes:
+    """Return new memory of a device, or pinned memory of the host, with a single user."""
+    allocate, free = driver.allocate, driver.free
+    if pinned:
+        allocate, free = driver.allocate_host, driver.free_host
+    context = functools.partial(driver.on, index)
+    with context():
+        return Bytes(context, allocate(max(1, size)), size, free, pinned)
+
+
+def mapped(driver: Driver, index: int, fd: int, size: int) -> Bytes:
+    """Return the memory of another process behind a descriptor, mapped read-only."""
+    context = functools.partial(driver.on, index)
+    with context():
+        handle = driver.import_(fd)
+        try:
+            address = driver.map(handle, size, index, writable=False)
+        finally:
+            driver.release(handle)
+    return Bytes(context, address, size, functools.partial(driver.unmap, size=size))
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -99,27 +115,3 @@ def _forget() -> None:
 
 
 forks.register("tuning", after_in_child=_forget)
-
-
-class MappedMemory(Bytes):
-    """Memory of another process, mapped read-only."""
-
-    pinned = False
-
-    def __init__(self, driver: Driver, index: int, fd: int, size: int) -> None:
-        super().__init__(0, size)
-        self._driver, self._index = driver, index
-        with driver.on(index):
-            handle = driver.import_(fd)
-            try:
-                self.address = driver.map(handle, size, index, writable=False)
-            finally:
-                driver.release(handle)
-
-    def __del__(self) -> None:
-        if self.address:
-            try:
-                with self._driver.on(self._index):
-                    self._driver.unmap(self.address, self.size)
-            except Exception:
-                pass

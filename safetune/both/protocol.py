@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import functools
 import json
 import math
 import os
@@ -46,8 +45,6 @@ Result = TypeVar("Result")
 _PREFIX = struct.Struct("!IQ")
 _MAX_HEADER = 1 << 24
 _MAX_BLOB = 1 << 34
-#: A child answers with nothing larger than a compiler's spec.
-MAX_ANSWER = 1 << 28
 _MAX_FDS = 32
 
 
@@ -258,15 +255,13 @@ def send(
     text = json.dumps(header).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     ready = _Ready(sock, select.POLLOUT, timeout_s)
+    # NOSIGNAL: a program may have SIGPIPE end it, as command lines do.
+    flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
     for data in (_PREFIX.pack(len(text), len(blob)) + text, blob):
         left = memoryview(data)
         while left:
-            ready.wait()
-            # NOSIGNAL: a program may have SIGPIPE end it, as command lines do.
-            flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-            sent = _attempt(functools.partial(sock.sendmsg, [left], rights, flags))
-            if sent:
-                left, rights = left[sent:], []
+            sent = ready.call(sock.sendmsg, [left], rights, flags)
+            left, rights = left[sent:], []
 
 
 def receive(
@@ -274,7 +269,6 @@ def receive(
     timeout_s: float | None = None,
     ended: int | None = None,
     meanwhile: Callable[[], None] = lambda: None,
-    most_bytes: int = _MAX_BLOB,
 ) -> tuple[dict[str, Any], bytes, list[int]]:
     """Return the next frame's header, bytes and file descriptors.
 
@@ -288,19 +282,16 @@ def receive(
         ProtocolError: the bytes are not a frame, or the other end closed in the middle of one.
     """
     ready = _Ready(sock, select.POLLIN, timeout_s, ended, meanwhile)
-    dont_wait = socket.MSG_DONTWAIT
     frame = bytearray()
     fds: list[int] = []
 
     def read(size: int) -> bytes:
         begin = len(frame)
         while missing := begin + size - len(frame):
-            ready.wait()
             most = min(missing, 1 << 20)
-            read_some = functools.partial(socket.recv_fds, sock, most, _MAX_FDS, dont_wait)
-            if (got := _attempt(read_some)) is None:
-                continue
-            data, new_fds, _, _ = got
+            data, new_fds, *_ = ready.call(
+                socket.recv_fds, sock, most, _MAX_FDS, socket.MSG_DONTWAIT
+            )
             fds.extend(new_fds)
             if not data and frame:
                 raise ProtocolError(f"the pipe closed after {len(frame)} bytes of a frame")
@@ -310,7 +301,7 @@ def receive(
         return bytes(frame[begin:])
 
     header_size, blob_size = _PREFIX.unpack(read(_PREFIX.size))
-    if header_size > _MAX_HEADER or blob_size > most_bytes:
+    if header_size > _MAX_HEADER or blob_size > _MAX_BLOB:
         raise ProtocolError(f"a frame of {header_size} + {blob_size} bytes is too large")
     text = read(header_size)
     try:
@@ -341,7 +332,19 @@ class _Ready:
         self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._meanwhile = meanwhile
 
-    def wait(self) -> None:
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a call on the socket returns once it need not wait; raises like `_wait`."""
+        while True:
+            self._wait()
+            try:
+                return function(*arguments)
+            except OSError as error:
+                if from_signal_handler(error):
+                    raise
+                if not isinstance(error, BlockingIOError):
+                    raise Closed(str(error)) from error
+
+    def _wait(self) -> None:
         """Return when the socket is ready; raises `Stalled`, and `Closed` where only the end is."""
         ready: list[tuple[int, int]] = []
         while not ready:
@@ -353,15 +356,3 @@ class _Ready:
                 self._meanwhile()
         if all(fd != self._fd for fd, _ in ready):
             raise Closed("the other end is gone")
-
-
-def _attempt(call: Callable[[], Result]) -> Result | None:
-    """Return what a call on a socket returns; None where it would wait. Raises `Closed`."""
-    try:
-        return call()
-    except OSError as error:
-        if from_signal_handler(error):
-            raise
-        if isinstance(error, BlockingIOError):
-            return None
-        raise Closed(str(error)) from error

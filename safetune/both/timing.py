@@ -100,11 +100,10 @@ def summarize(samples: Sequence[float], stage: str) -> Timing:
 
 def from_do_bench(result: Any) -> Timing:
     """Return the timing from a user's `do_bench(call, quantiles=(0.5, 0.2, 0.8))`."""
-    values = list(result) if isinstance(result, (list, tuple)) else [result]
-    numbers = [float(value) for value in values]
-    median = numbers[0]
+    values = [*map(float, result if isinstance(result, (list, tuple)) else [result])]
+    median = values[0]
     _check(median)
-    p20, p80 = (numbers[1], numbers[2]) if len(numbers) >= 3 else (median, median)
+    p20, p80 = values[1:3] if len(values) >= 3 else (median, median)
     return Timing(median_ms=median, p20_ms=p20, p80_ms=p80, count=1, stage="do_bench")
 
 

@@ -37,8 +37,6 @@ _POISON |= {"float8_e5m2": 0x7D, "float8_e5m2fnuz": 0x80}
 _POISON_BYTE = 0x5A
 #: The bytes of a block that are kept together, on the device or beside it.
 _PIECE = 1 << 28
-#: Bytes that change places at once.
-_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -124,15 +122,9 @@ class Block:
         self.bytes.copy(copy.run.address, *self.live.run)
         return copy
 
-    def exchange(self, copy: Copy) -> None:
-        """Swap the contents of the block and a copy."""
-        chunk = self.bytes.allocate_anywhere(min(_CHUNK, self.spec.size))
-        live, other = self.live.run.address, copy.run.address
-        for begin in range(0, self.spec.size, _CHUNK):
-            size = min(_CHUNK, self.spec.size - begin)
-            self.bytes.copy(chunk.address, live + begin, size)
-            self.bytes.copy(live + begin, other + begin, size)
-            self.bytes.copy(other + begin, chunk.address, size)
+    def load(self, copy: Copy) -> None:
+        """Replace the block's present content with a copy's."""
+        self.bytes.copy(self.live.run.address, *copy.run)
 
     def _fill(self, target: Copy) -> Copy:
         """Return `target`, filled with the caller's bits."""
@@ -232,14 +224,10 @@ class Arguments:
         kept = {i: block.save() for i, block in enumerate(self.blocks) if block.written}
         self.restore()
         yield found
-        found.update({i: self.blocks[i].save() for i in wanted if i not in kept})
-        self.find_written()
-        for index, block in enumerate(self.blocks):
-            if index in kept:
-                block.exchange(kept[index])
-            elif self.sums[index] != self.pristine_sums[index]:
-                block.restore()
-        found.update({index: kept[index] for index in wanted if index in kept})
+        found.update({i: self.blocks[i].save() for i in wanted})
+        self.restore()
+        for index, copy in kept.items():
+            self.blocks[index].load(copy)
         self.sums, self._known = sums, True
 
     def redraw(self, blocks: Iterable[int], seed: int) -> None:
@@ -270,21 +258,17 @@ class Arguments:
 
     def overwritten(self, tensors: Iterable[int]) -> dict[int, int]:
         """Return how many elements of these tensors no longer hold the poison."""
-        wanted = list(tensors)
-        found = self._on_each([(self.views[index].block, index) for index in wanted], self._unlike)
-        return dict(zip(wanted, found, strict=True))
+        poisons = {i: (self.elements(i), poison_of(self.views[i].dtype)) for i in tensors}
+        pairs = [(self.views[index].block, pair) for index, pair in poisons.items()]
+        return dict(zip(poisons, self._on_each(pairs, _unlike), strict=True))
 
     def breached(self) -> list[tuple[int, str]]:
         """Return (block, `before` or `after`) for each guard band that has been written."""
         sides = [(i, side) for i, block in enumerate(self.blocks) for side in block.guards]
-
-        def count(where: Any, some: Sequence[tuple[int, str]]) -> list[int]:
-            runs = [self.blocks[index].guards[side] for index, side in some]
-            views = [View.of(run.address, 1, (run.size,), (1,)) for run in runs]
-            return where.unlike([(view, _GUARD_BYTE) for view in views])
-
-        touched = self._on_each([(index, (index, side)) for index, side in sides], count)
-        return list(itertools.compress(sides, touched))
+        bands = [self.blocks[index].guards[side] for index, side in sides]
+        views = [View.of(band.address, 1, (band.size,), (1,)) for band in bands]
+        pairs = [(i, (view, _GUARD_BYTE)) for (i, _), view in zip(sides, views, strict=True)]
+        return list(itertools.compress(sides, self._on_each(pairs, _unlike)))
 
     def unowned(self) -> list[int]:
         """Return the written blocks with changed bytes that no tensor covers.
@@ -317,10 +301,6 @@ class Arguments:
         """Return the byte operations for a tensor's memory."""
         return self.blocks[self.views[index].block].bytes
 
-    def _unlike(self, where: Any, tensors: Sequence[int]) -> list[int]:
-        poisons = [poison_of(self.views[index].dtype) for index in tensors]
-        return where.unlike(list(zip(map(self.elements, tensors), poisons, strict=True)))
-
     def checksums(self) -> list[int]:
         """Return the checksum of each block's present content."""
         runs = [(index, block.live.run) for index, block in enumerate(self.blocks)]
@@ -338,6 +318,10 @@ class Arguments:
             where = self.blocks[items[here[0]][0]].bytes
             found.update(zip(here, ask(where, [items[place][1] for place in here]), strict=True))
         return [found[place] for place in range(len(items))]
+
+
+def _unlike(where: Any, some: list[Any]) -> list[int]:
+    return where.unlike(some)
 
 
 def _narrow(view: View) -> View:

@@ -36,17 +36,6 @@ def typical_size(tensor: torch.Tensor) -> float:
     return float(_median(_picked(tensor, tolerance.SAMPLES), 0).item()) if tensor.numel() else 0.0
 
 
-def spread(one: torch.Tensor, other: torch.Tensor, slice_size: int = _SLICE) -> float:
-    """Return the largest difference between elements of two tensors of the same shape.
-
-    Infinite if one element is NaN or infinite and the other does not equal it.
-    """
-    largest = 0.0
-    for a, b in _pairs(one, other, slice_size):
-        largest = max(largest, float(_distance(a, b).nan_to_num(math.inf).max()))
-    return largest
-
-
 def difference(
     mine: torch.Tensor,
     theirs: torch.Tensor,

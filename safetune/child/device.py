@@ -11,7 +11,7 @@ from typing import Any
 
 from safetune import triton_launch
 from safetune.both.device_bytes import DeviceBytes, Run
-from safetune.both.device_memory import DeviceMemory
+from safetune.both.device_memory import Bytes
 from safetune.both.timing import Launch, Sample, Timer
 from safetune.inputs.memory_budget import FLUSH
 
@@ -45,7 +45,7 @@ class DeviceTimer(Timer):
         self._clock = clock
         self._events: list[int] = []
         self._driver, self._where = where.driver, where
-        self._walked: DeviceMemory | None = None
+        self._walked: Bytes | None = None
         self._flushed = where.allocate(_flushed_bytes(where.l2_bytes()))
         self._flushes = 1
         self._were_late, self._in_a_row = False, 0
@@ -171,21 +171,7 @@ class Scratch:
         address = int(self.memory.address)
         return address + -address % alignment
 
-    def allocate_zeroed(self, size: int, alignment: int, stream: int | None) -> int:
-        """Return the address of zeroed bytes, which instrumented kernels expect."""
-        address = self.allocate(size, alignment, stream)
-        self._where.set_bytes(Run(address, size), 0)
-        return address
-
-
-class DeviceLaunches:
-    """Makes launches on a device, with scratch memory for those that need it."""
-
-    def __init__(self, where: DeviceBytes) -> None:
-        self.scratch = Scratch(where)
-        triton_launch.set_default_profile_allocator(Scratch(where).allocate_zeroed)
-
-    def __call__(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call what launches."""
-        with triton_launch.default_allocator(self.scratch.allocate):
+        with triton_launch.default_allocator(self.allocate):
             return run(*args, **kwargs)

@@ -22,7 +22,6 @@ from safetune.both import protocol
 from safetune.both.protocol import DONE, Answer, Job, Prepare, Release, Start
 from safetune.child import failures
 from safetune.inputs import kernel_pickle
-from safetune.outcome import Outcome, Verdict
 
 if TYPE_CHECKING:
     from safetune.child.session import Session
@@ -70,12 +69,9 @@ class _Worker:
                 return self._prepare(job, fds), b""
             case protocol.Compile():
                 return self._compile(job), b""
-            case protocol.Specify() | protocol.Measure() | protocol.Repeat() | protocol.Bits() if (
-                self._session is not None
-            ):
-                return self._session.answer(job)
             case _:
-                return Answer(Outcome(Verdict.PROTOCOL_ERROR, message="no call was prepared")), b""
+                assert self._session is not None
+                return self._session.answer(job)
         return DONE, b""
 
     def _prepare(self, job: Prepare, fds: list[int]) -> Answer:

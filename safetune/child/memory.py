@@ -16,7 +16,6 @@ from typing import Any
 
 from safetune.both import backend
 from safetune.both.device_bytes import NATIVE_FLOATS, Run, View
-from safetune.errors import BackendError, HandOverFailed
 from safetune.inputs.spans import Noise, itemsize
 
 HOST = "cpu"
@@ -30,14 +29,9 @@ def bytes_on(device: str) -> Any:
 
 
 def mapped(device: str, fd: int, size: int) -> Any:
-    """Return the device memory behind a descriptor from the parent, and close the descriptor.
-
-    Raises `HandOverFailed` if it cannot be mapped.
-    """
+    """Return the device memory behind a descriptor from the parent, and close the descriptor."""
     try:
         return bytes_on(device).mapped(fd, size)
-    except BackendError as error:
-        raise HandOverFailed(f"cannot share memory of {device}: {error}") from error
     finally:
         os.close(fd)
 
@@ -91,7 +85,7 @@ class HostBytes:
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
 
-    load = unload = copy
+    load = copy
 
     def wait(self, stream: int) -> None:
         """Return at once: host memory has no queued work."""

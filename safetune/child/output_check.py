@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from safetune.both.device_bytes import NATIVE_FLOATS
 from safetune.child import stand_ins, tolerance
 from safetune.child.arguments import Arguments, Copy, poison_of
-from safetune.child.results import HELD_BYTES, Results
+from safetune.child.results import Results
 from safetune.errors import InvalidSetting
 from safetune.inputs.spans import FLOATS, TensorSpec, itemsize
 from safetune.outcome import Difference, Effects, Group, GroupDifference, OutputReport
@@ -41,6 +41,7 @@ class WrongResult(Exception):
     """A launch produced another result than the user's reference."""
 
 
+@dataclass(eq=False)
 class OutputCheck:
     """Checks the outputs of one call's launches.
 
@@ -49,7 +50,6 @@ class OutputCheck:
         scratch: arguments that are not compared.
         effects: the kernel's writes according to its text.
         launch_of: returns the launch of a config number.
-        held_bytes: see `Results`.
         slow_s: seconds; a config whose first launch takes longer is launched once, whether it is
             slow or was held up. After this time no other results are made again for a config.
 
@@ -59,35 +59,28 @@ class OutputCheck:
             differed between launches of one config.
     """
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        names: Sequence[str],
-        scratch: Sequence[str],
-        effects: Effects,
-        launch_of: Callable[[int], Launch],
-        held_bytes: int = HELD_BYTES,
-        slow_s: float = 2.0,
-    ) -> None:
-        self._arguments = arguments
-        self._names = names
-        self._effects = effects
-        self._launch_of = launch_of
-        self._slow_s = slow_s
-        self._results = Results(arguments, self._relaunch, held_bytes)
+    arguments: Arguments
+    names: Sequence[str]
+    scratch: Sequence[str]
+    effects: Effects
+    launch_of: Callable[[int], Launch]
+    slow_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        self._results = Results(self.arguments, self._relaunch)
         self._expected: dict[int, Any] = {}
         self._input_sizes: dict[int, float] = {}
         self.left: tuple[int, int] | None = None
         self.varied: set[tuple[int, int, str]] = set()
         self._sums: dict[tuple[int, int], list[int]] = {}  # that as many launches left before
-        owned = [set(filter(None, each.split(", "))) for each in names]
-        views = arguments.views
-        ignored = {i for i, own in enumerate(owned) if not own - set(scratch)}
+        owned = [set(filter(None, each.split(", "))) for each in self.names]
+        views = self.arguments.views
+        ignored = {i for i, own in enumerate(owned) if not own - set(self.scratch)}
         compared = {view: i for i, view in reversed([*enumerate(views)]) if i not in ignored}
         self._compared = sorted(compared.values())
         ignored_blocks = {views[i].block for i in ignored}
         self._repeating = [i for i in self._compared if views[i].block not in ignored_blocks]
-        stored = set(effects.only_stored)
+        stored = set(self.effects.only_stored)
         read = [i for i, own in enumerate(owned) if not own or own - stored]
         self._read_blocks = {views[i].block for i in read}
         self._inputs = sorted({views[i].block for i in read if owned[i]})
@@ -101,11 +94,11 @@ class OutputCheck:
         import torch
 
         for name, value in expected.items():
-            owners = enumerate(self._names)
+            owners = enumerate(self.names)
             index = next((i for i, names in owners if name in names.split(", ")), None)
             if index is None:
                 raise InvalidSetting(f"{what} returned {name!r}, which is not a tensor argument")
-            mine = self._arguments.tensors[index]
+            mine = self.arguments.tensors[index]
             try:
                 theirs = torch.as_tensor(value).detach().to(mine.dtype)
             except (TypeError, ValueError) as error:
@@ -127,22 +120,25 @@ class OutputCheck:
             self._check_expected()
         start = time.perf_counter()
         written = self._run(config, self._overwrite)
-        slow = time.perf_counter() - start > self._slow_s
+        slow = time.perf_counter() - start > self.slow_s
         group, differences = self._find(groups)
         counts = self._counts(group)
-        difference = self._largest_difference(groups[0]) if differences else ""
+        worst = ""
+        if differences:  # the first is from the largest group that it was compared with
+            pairs = zip(self._compared, differences[0].tensors, strict=True)
+            worst = self._differs(*max(pairs, key=lambda pair: (pair[1].excess, pair[1].fine)))
         same = group or self._results.keep(config, written, counts)
-        views, sums = self._arguments.views, self._arguments.sums
+        views, sums = self.arguments.views, self.arguments.sums
         report = OutputReport(
             group=same.number,
             new_group=None if group else same,
             differences=differences,
             written=counts,
             sums=tuple(sums[views[i].block] for i in self._compared),
-            unowned=tuple(self._names_in(block) for block in self._arguments.unowned()),
-            difference=difference,
+            unowned=tuple(self._names_in(block) for block in self.arguments.unowned()),
+            difference=worst,
         )
-        if not self._effects.atomics or slow:
+        if not self.effects.atomics or slow:
             return report
         self._run(config, self._overwrite)
         again = self._difference(same)
@@ -152,7 +148,7 @@ class OutputCheck:
         self, config: int, least: int, seconds: float, disturb: Callable[[], object]
     ) -> None:
         """Launch a config repeatedly for some time; call `disturb` before every second launch."""
-        start, launch = time.perf_counter(), self._launch_of(config)
+        start, launch = time.perf_counter(), self.launch_of(config)
         for count in range(_MOST_REPEATS):
             if count >= least and time.perf_counter() - start > seconds:
                 break
@@ -169,7 +165,7 @@ class OutputCheck:
         other float inputs, which are the same for every config.
         """
         stand_ins.need_torch("drawing other inputs")
-        arguments, found = self._arguments, list[int]()
+        arguments, found = self.arguments, list[int]()
         for draw in range(1 + _DRAWS):
 
             def ready(seed: int = draw) -> None:
@@ -179,7 +175,7 @@ class OutputCheck:
 
             self.restore()
             try:
-                self._launch_of(config)(ready)
+                self.launch_of(config)(ready)
                 sums = arguments.checksums()
             finally:
                 if draw:
@@ -194,25 +190,25 @@ class OutputCheck:
 
         The number of launches matters if a config reads what it has written.
         """
-        self._arguments.restore()
-        if self.left is None or not self._effects.repeats:
+        self.arguments.restore()
+        if self.left is None or not self.effects.repeats:
             return
         config, launches = self.left
         self.left = None
-        written = {number for number, block in enumerate(self._arguments.blocks) if block.written}
+        written = {number for number, block in enumerate(self.arguments.blocks) if block.written}
         key = config, launches if written & self._read_blocks else 0
-        sums = self._arguments.sums
+        sums = self.arguments.sums
         before = self._sums.setdefault(key, sums)
         for index in self._repeating:
-            block = self._arguments.views[index].block
+            block = self.arguments.views[index].block
             if before[block] != sums[block]:
-                self.varied.add((config, self._compared.index(index), self._names[index]))
+                self.varied.add((config, self._compared.index(index), self.names[index]))
 
     def check_guards(self) -> None:
         """Raise `OutOfBounds` if a launch has written outside a storage."""
         locations = [
             f"{side} the storage of {self._names_in(block)}"
-            for block, side in self._arguments.breached()
+            for block, side in self.arguments.breached()
         ]
         if locations:
             raise OutOfBounds(f"it wrote {' and '.join(locations)}")
@@ -220,12 +216,12 @@ class OutputCheck:
     def _run(self, config: int, ready: Callable[[], object]) -> list[int]:
         """Launch a config from the caller's bits; return the blocks that launches have written."""
         self.restore()
-        self._launch_of(config)(ready)
+        self.launch_of(config)(ready)
         self.check_guards()
-        return self._arguments.find_written()
+        return self.arguments.find_written()
 
     def _relaunch(self, config: int) -> None:
-        self._launch_of(config)(self._overwrite)
+        self.launch_of(config)(self._overwrite)
 
     def _may_overwrite(self, view: TensorSpec) -> bool:
         """Whether nothing that a launch does depends on what it finds in a tensor."""
@@ -233,17 +229,17 @@ class OutputCheck:
         return is_plain and view.block not in self._read_blocks
 
     def _overwrite(self) -> None:
-        self._arguments.poison(self._overwritten)
+        self.arguments.poison(self._overwritten)
 
     def _counts(self, group: Group | None) -> tuple[int, ...]:
         """Return how many elements of each compared tensor the last launch has written; 0 where
         atomics may have added to what was there.
         """
-        arguments = self._arguments
+        arguments = self.arguments
         blocks = [arguments.views[index].block for index in self._compared]
         if group is not None and all(self._results.same(group, block) for block in blocks):
             return group.written
-        whole = 0 if self._effects.atomics else 1
+        whole = 0 if self.effects.atomics else 1
         found = {
             index: whole * math.prod(arguments.views[index].shape)
             for index, block in zip(self._compared, blocks, strict=True)
@@ -254,12 +250,10 @@ class OutputCheck:
 
     def _check_expected(self) -> None:
         for index, expected in self._expected.items():
-            mine = self._arguments.tensors[index]
-            if _compare().difference(mine, expected, self._rounding(index)).elements:
-                raise WrongResult(
-                    f"{self._names[index]} differs from the reference by up to "
-                    f"{_compare().spread(mine, expected):.3g}"
-                )
+            mine = self.arguments.tensors[index]
+            found = _compare().difference(mine, expected, self._rounding(index))
+            if found.elements:
+                raise WrongResult(self._differs(index, found, " from the reference"))
 
     def _find(self, groups: Sequence[Group]) -> tuple[Group | None, tuple[GroupDifference, ...]]:
         """Return the first group whose result is in the live arguments, and how others differ.
@@ -269,10 +263,10 @@ class OutputCheck:
         differences: list[GroupDifference] = []
         start = time.perf_counter()
         for group in groups:
-            if not self._results.holds(group) and time.perf_counter() - start > self._slow_s:
+            if not self._results.holds(group) and time.perf_counter() - start > self.slow_s:
                 continue
             difference = self._difference(group)
-            fine = self._effects.repeats and any(each.fine for each in difference.tensors)
+            fine = self.effects.repeats and any(each.fine for each in difference.tensors)
             if not fine and not any(each.elements for each in difference.tensors):
                 return group, tuple(differences)
             differences.append(difference)
@@ -285,9 +279,9 @@ class OutputCheck:
             if self._are_near(index, theirs):
                 continue
             compare = _compare()  # before a tensor is made, which needs torch too
-            mine, other = self._arguments.tensors[index], self._arguments.tensor(theirs, index)
-            hole = poison_of(self._arguments.views[index].dtype)
-            how = self._rounding(index), self._effects.any_order, hole
+            mine, other = self.arguments.tensors[index], self.arguments.tensor(theirs, index)
+            hole = poison_of(self.arguments.views[index].dtype)
+            how = self._rounding(index), self.effects.any_order, hole
             found[index] = compare.difference(mine, other, *how)
         return GroupDifference(group.number, tuple(found.values()))
 
@@ -297,14 +291,14 @@ class OutputCheck:
         """
         if not stand_ins.lacks_torch():
             return False
-        pair = self._arguments.elements(index), self._arguments.elements(index, theirs)
-        where, dtype = self._arguments.where(index), self._arguments.views[index].dtype
-        fine = self._effects.repeats
+        pair = self.arguments.elements(index), self.arguments.elements(index, theirs)
+        where, dtype = self.arguments.where(index), self.arguments.views[index].dtype
+        fine = self.effects.repeats
         return tolerance.are_near(where, *pair, dtype, self._rounding(index), fine)
 
     def _rounding(self, index: int) -> float:
         """Return the difference that rounding alone explains in a tensor, see `tolerance`."""
-        arguments, inputs = self._arguments, dict[float, int]()
+        arguments, inputs = self.arguments, dict[float, int]()
         for position, view in enumerate(arguments.views):
             if view.dtype in FLOATS and not arguments.blocks[view.block].written:
                 if position not in self._input_sizes:
@@ -315,32 +309,27 @@ class OutputCheck:
         return tolerance.rounding(inputs, math.prod(view.shape), view.dtype)
 
     def _typical_size(self, index: int) -> float:
-        dtype = self._arguments.views[index].dtype
+        dtype = self.arguments.views[index].dtype
         if stand_ins.lacks_torch() and dtype in NATIVE_FLOATS:
-            where, view = self._arguments.where(index), self._arguments.elements(index)
+            where, view = self.arguments.where(index), self.arguments.elements(index)
             return tolerance.typical_size(where, view, dtype)
-        return float(_compare().typical_size(self._arguments.tensors[index]))
+        return float(_compare().typical_size(self.arguments.tensors[index]))
 
-    def _largest_difference(self, group: Group) -> str:
-        compare = _compare()  # before a tensor is made, which needs torch too
-        tensors, over = self._arguments.tensors, self._arguments.tensor
-        worst = {
-            self._names[index]: compare.spread(tensors[index], over(theirs, index))
-            for index, theirs in self._others(group)
-        }
-        name = max(worst, key=lambda name: worst[name], default="")
-        return f"{name} differs by up to {worst[name]:.3g}" if name else ""
+    def _differs(self, index: int, found: Difference, what: str = "") -> str:
+        size = f"{found.excess:.3g} times its typical size"
+        how = size if found.elements else "a few units in the last place"
+        return f"{self.names[index]} differs{what} by {how}"
 
     def _others(self, group: Group) -> Iterator[tuple[int, Copy]]:
         """Yield (index, the group's block) of the compared tensors whose block is not the same."""
         for index in self._compared:
-            block = self._arguments.views[index].block
+            block = self.arguments.views[index].block
             if not self._results.same(group, block):
                 yield index, self._results.bits(group, block)
 
     def _names_in(self, block: int) -> str:
-        views = enumerate(self._arguments.views)
-        names = dict.fromkeys(self._names[i] for i, view in views if view.block == block)
+        views = enumerate(self.arguments.views)
+        names = dict.fromkeys(self.names[i] for i, view in views if view.block == block)
         return "/".join(filter(None, names)) or "a tensor that a hook holds"
 
 

@@ -174,13 +174,8 @@ def _may_point(made: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool
     """Whether the made values may contain addresses."""
     import torch
 
-    from safetune.inputs import pointers
-
-    return any(map(may_be_address, made.values())) or any(
-        pointers.plausible(tensor.detach().cpu())
-        for tensor in tensors
-        if tensor.dtype in (torch.int64, torch.uint64)
-    )
+    integers = [tensor for tensor in tensors if tensor.dtype in (torch.int64, torch.uint64)]
+    return bool(integers) or any(map(may_be_address, made.values()))
 
 
 def _merged(

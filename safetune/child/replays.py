@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetune import triton_launch
@@ -99,6 +99,7 @@ class _ReplayTimer(Timer):
         return self._timer.replays(launch, self._launches, count)
 
 
+@dataclass(eq=False)
 class Replays:
     """Times configs of one call as graph replays.
 
@@ -107,26 +108,16 @@ class Replays:
         scratch: provides scratch memory for launches.
     """
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        tensors: Sequence[Any],
-        where: DeviceBytes,
-        timer: DeviceTimer,
-        scratch: Scratch,
-    ) -> None:
-        self._arguments, self._tensors, self._scratch = arguments, tensors, scratch
-        self._where, self._driver, self._timer = where, where.driver, timer
-        self._graphs: dict[tuple[int, str], _Graph] = {}
-
-    @functools.cached_property
-    def _stream(self) -> int:
-        """A stream that does not wait for the default one, which no graph can be captured on."""
-        return self._where.stream()
+    arguments: Arguments
+    tensors: Sequence[Any]
+    where: DeviceBytes
+    timer: DeviceTimer
+    scratch: Scratch
+    _graphs: dict[tuple[int, str], _Graph] = field(default_factory=dict)
 
     @functools.cached_property
     def _rotation(self) -> Rotation:
-        return Rotation(self._arguments, self._where, self._where.l2_bytes() or FLUSH // CACHES)
+        return Rotation(self.arguments, self.where, self.where.l2_bytes() or FLUSH // CACHES)
 
     def time(
         self, config: int, launch_now: Callable[[], functools.partial[Any]], budget: Budget
@@ -142,18 +133,19 @@ class Replays:
         if name not in self._graphs:
             self._graphs[name] = self._captured(launch_now(), budget.way)
         graph = self._graphs[name]
-        self._arguments.restore()
+        self.arguments.restore()
         if budget.way == "graph":
             self._rotation.refill()
-        replay = functools.partial(self._driver.replay, graph.handle)
-        timer = _ReplayTimer(self._timer, graph.launches)
+        replay = functools.partial(self.where.driver.replay, graph.handle)
+        timer = _ReplayTimer(self.timer, graph.launches)
         return replace(measure(replay, _nothing, _nothing, timer, budget), stage=budget.way)
 
     def _captured(self, launch: functools.partial[Any], way: str) -> _Graph:
-        head = (*launch.args[: triton_launch.STREAM], self._stream)
+        stream = self.where.side_stream  # no graph can be captured on the default one
+        head = (*launch.args[: triton_launch.STREAM], stream)
         arguments = launch.args[triton_launch.STREAM + 1 :]
         calls = [(*head, *moved) for moved in self._in_turn(arguments, way)]
-        run, driver, stream = launch.func, self._driver, self._stream
+        run, driver = launch.func, self.where.driver
         driver.synchronize()  # the stream waits for nothing
         run(*calls[0])  # it gets its scratch memory, and what is loaded late is
         driver.wait(stream)
@@ -165,7 +157,7 @@ class Replays:
 
         with backend.no_collection():  # memory that is freed meanwhile would end the capture
             handle = driver.capture(stream, queue)
-        graph = _Graph(handle, launches, self._scratch.memory)
+        graph = _Graph(handle, launches, self.scratch.memory)
         driver.replay(graph.handle)
         driver.synchronize()
         return graph
@@ -181,7 +173,7 @@ class Replays:
             places = {
                 id(tensor): self._over(held[view.block], number)
                 for number, (tensor, view) in enumerate(
-                    zip(self._tensors, self._arguments.views, strict=True)
+                    zip(self.tensors, self.arguments.views, strict=True)
                 )
                 if view.block in held
             }
@@ -190,19 +182,17 @@ class Replays:
 
     def _over(self, held: Copy, number: int) -> Any:
         """Return the tensor of this number over a copy of its block."""
-        tensor = self._tensors[number]
+        tensor = self.tensors[number]
         if not isinstance(tensor, StandIn):
-            return self._arguments.tensor(held, number)
-        address = self._arguments.elements(number, held).address
-        spec = self._arguments.views[number]
-        return StandIn(spec, address, tensor.device, self._where, held.memory)
+            return self.arguments.tensor(held, number)
+        address = self.arguments.elements(number, held).address
+        spec = self.arguments.views[number]
+        return StandIn(spec, address, tensor.device, self.where, held.memory)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             for graph in self._graphs.values():
-                self._driver.drop_graph(graph.handle)
-            if "_stream" in vars(self):
-                self._driver.drop_stream(self._stream)
+                self.where.driver.drop_graph(graph.handle)
 
 
 def _nothing() -> None:

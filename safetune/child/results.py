@@ -21,18 +21,15 @@ class Results:
 
     Args:
         relaunch: runs a config again, by its number.
-        held_bytes: more than `LEAST_HELD` results are held while they are within so many bytes.
     """
 
-    def __init__(
-        self, arguments: Arguments, relaunch: Callable[[int], object], held_bytes: int
-    ) -> None:
+    def __init__(self, arguments: Arguments, relaunch: Callable[[int], object]) -> None:
         self._arguments = arguments
         self._relaunch = relaunch
         #: By group the copies of its blocks, by their numbers.
         self._held: dict[int, dict[int, Copy]] = {}
         size = sum(block.spec.size for block in arguments.blocks)
-        self._most_held = max(LEAST_HELD, held_bytes // max(1, size))
+        self._most_held = max(LEAST_HELD, HELD_BYTES // max(1, size))
 
     def keep(self, config: int, blocks: Sequence[int], written: tuple[int, ...]) -> Group:
         """Keep the live result for a new group.

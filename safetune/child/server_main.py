@@ -43,35 +43,28 @@ def main() -> None:
 class _Server:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
-        self._children: set[int] = set()
+        self._children: dict[int, int] = {}  # a pidfd for each pid
         self._ended: dict[int, int] = {}
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
+        self._parent = -1
         with contextlib.suppress(OSError, AttributeError):
             # A process that the parent forked may hold a copy of its end of the control socket;
             # the pidfd still shows that the parent itself has ended.
-            self._poll.register(os.pidfd_open(parent), select.POLLIN)
-        self._ends = os.pipe()
-        for end in self._ends:
-            os.set_blocking(end, False)
-        self._poll.register(self._ends[0], select.POLLIN)
+            self._parent = os.pidfd_open(parent)
+            self._poll.register(self._parent, select.POLLIN)
 
     def serve(self) -> NoReturn:
-        # A child that exits by itself is waited for at once, not at the next request.
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, lambda number, frame: self._end())
-        signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
         while True:
             ready = {fd for fd, _ in self._poll.poll(_IDLE_EXIT_S * 1000)}
-            if self._ends[0] in ready:
-                os.read(self._ends[0], 4096)
-            if ready - {self._ends[0], self._control.fileno()}:  # the parent has ended
+            if self._parent in ready or not (ready or self._children):
                 self._end()
+            for pid, handle in list(self._children.items()):
+                if handle in ready:  # it exited by itself
+                    self._ended[pid] = self._wait(pid)
             if self._control.fileno() in ready:
                 self._answer()
-            self._collect()
-            if not ready and not self._children:
-                self._end()
 
     def _answer(self) -> None:
         try:
@@ -93,23 +86,14 @@ class _Server:
         server = os.getpid()
         try:
             pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                _become_child(self._control, server, *fds)
+            self._children[pid] = os.pidfd_open(pid)
         except OSError as error:
             return {"error": str(error)}
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for end in self._ends:
-                os.close(end)
-            _become_child(self._control, server, *fds)
-        self._children.add(pid)
+        self._poll.register(self._children[pid], select.POLLIN)
         return {"pid": pid, "server": server}
-
-    def _collect(self) -> None:
-        """Wait for the children that have exited by themselves."""
-        for pid in list(self._children):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._ended[pid] = self._wait(pid)
 
     def _reap(self, pid: int, kill: bool, wait_s: float) -> dict[str, Any]:
         """Wait for a child that is ending, but not forever: it may be stuck in a driver call."""
@@ -117,17 +101,14 @@ class _Server:
             return {"status": self._ended.pop(pid, None)}
         if kill:
             protocol.kill_group(pid)
-        handle = os.pidfd_open(pid)
-        try:
-            if not protocol.has_ended(handle, wait_s):
-                return {"status": None}
-        finally:
-            os.close(handle)
-        return {"status": self._wait(pid)}
+        ended = protocol.has_ended(self._children[pid], wait_s)
+        return {"status": self._wait(pid) if ended else None}
 
     def _wait(self, pid: int) -> int:
         protocol.kill_group(pid)  # the processes that it started, while its number is still its own
-        self._children.discard(pid)
+        handle = self._children.pop(pid)
+        self._poll.unregister(handle)
+        os.close(handle)
         return os.waitpid(pid, 0)[1]
 
     def _end(self) -> NoReturn:

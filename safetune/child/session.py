@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.runtime.autotuner import Config
@@ -18,7 +18,7 @@ from safetune.both import backend, protocol
 from safetune.both.protocol import DONE, Answer, Budget
 from safetune.both.timing import InvalidTime, Timer, from_do_bench, measure
 from safetune.child import failures, rebuild_call, stand_ins
-from safetune.child.device import DeviceLaunches, DeviceTimer
+from safetune.child.device import DeviceTimer, Scratch
 from safetune.child.output_check import Launch, OutOfBounds, OutputCheck, WrongResult
 from safetune.child.replays import NotReplayable, Replays
 from safetune.inputs import compile_spec
@@ -28,7 +28,7 @@ from safetune.launch.call_shape import own_heuristics
 from safetune.outcome import BUSY, Outcome, OutputReport, Timing, Verdict
 from safetune.triton_internals import is_watched
 
-_VERDICTS: dict[type[Exception], Verdict] = {
+_VERDICTS: dict[type[BaseException], Verdict] = {
     InvalidTime: Verdict.INVALID_TIME,
     OutOfBounds: Verdict.OUT_OF_BOUNDS,
     WrongResult: Verdict.WRONG_RESULT,
@@ -69,10 +69,10 @@ class Session:
                 triton_launch.prepare_specializing()
             triton_compile.load_code_alone()
             where = found.bytes_of(job.index)
-            timer, launches = DeviceTimer(where), DeviceLaunches(where)
-            self._timer, self._launched = timer, launches
+            timer, scratch = DeviceTimer(where), Scratch(where)
+            self._timer, self._launched = timer, scratch.launch
             of_call = self._arguments, self._rebuilt.tensors
-            self._replays = Replays(*of_call, where, timer, launches.scratch)
+            self._replays = Replays(*of_call, where, timer, scratch)
         self._named = call.named()
         restored = self._named_tensors(call.hooks.restore_value)
         with _without_grad():
@@ -99,8 +99,7 @@ class Session:
         given without it is invalid: then say that only a child with torch can do the job.
         """
         found = self._answered(job)
-        lacks_torch = not self.has_torch and stand_ins.asked
-        return (replace(DONE, torch=True), b"") if lacks_torch else found
+        return (replace(DONE, torch=True), b"") if stand_ins.asked and not self.has_torch else found
 
     def _answered(self, job: protocol.OfCall) -> tuple[Answer, bytes]:
         try:
@@ -114,10 +113,10 @@ class Session:
                         return self._repeated(job), b""
                     case protocol.Bits():
                         return replace(DONE, bits=self._outputs.bits(job.config)), b""
-        except tuple(_VERDICTS) as error:
-            return Answer(Outcome(_VERDICTS[type(error)], message=str(error))), b""
         except BaseException as error:  # sys.exit in a hook is a failed config like any other
-            return Answer(failures.of_launch(error)), b""
+            verdict = _VERDICTS.get(type(error))
+            failed = Outcome(verdict, message=str(error)) if verdict else failures.of_launch(error)
+            return Answer(failed), b""
 
     def _spec_of(self, config: int) -> bytes:
         """Return the compiler's input for a config, after its heuristics and hooks have run."""
@@ -172,13 +171,11 @@ class Session:
 
     def _launch_of(self, config: int) -> ConfigLaunch:
         if config not in self._launches:
-            options, grid = self._configs[config], self._grids[config]
             values = self._call.heuristics[config] if self._call.heuristics else None
-            self._launches[config] = ConfigLaunch(
-                *(self._call, options, grid, self._launched, self._zeroed, self._restored),
-                values=values,
-                view=self._rebuilt.view or contextlib.nullcontext,
-            )
+            of_config = self._configs[config], self._grids[config], values
+            around = self._launched, self._zeroed, self._restored
+            view = self._rebuilt.view or contextlib.nullcontext
+            self._launches[config] = ConfigLaunch(self._call, *of_config, *around, view)
         return self._launches[config]
 
     def _named_tensors(self, names: Iterable[str]) -> list[Any]:
@@ -203,7 +200,7 @@ class Session:
             except Exception as error:  # what a launch has done wrong, events will find, too
                 self._why_events = f"{type(error).__name__}: {error}"
                 self._arguments.restore()
-        again = launch.again() if self._repeatable() else launch
+        again = launch.again if self._repeatable() else launch
         around = launch.before, launch.after
         timing: Timing = self._launched(measure, again, *around, self._timer, budget)
         return timing
@@ -252,48 +249,40 @@ class Session:
         return self._is_own() and not any(given)
 
 
+@dataclass(eq=False)
 class ConfigLaunch:
     """One config's launch: its hooks see the caller's values, the kernel the pinned ones."""
 
-    def __init__(
-        self,
-        call: Call,
-        config: Config,
-        grid: Any,
-        launched: Callable[..., Any] = _called,
-        zeroed: Sequence[Any] = (),
-        restored: Sequence[tuple[Any, Any]] = (),
-        values: Mapping[str, Any] | None = None,
-        view: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        options = config.all_kwargs()
-        self._call = call
-        self._view = view
-        self._launched = launched
-        kernel = call.kernel if values is None else own_heuristics(call.kernel)[0]
+    call: Call
+    config: Config
+    grid: Any
+    values: Mapping[str, Any] | None = None
+    launched: Callable[..., Any] = _called
+    zeroed: Sequence[Any] = ()
+    restored: Sequence[tuple[Any, Any]] = ()
+    view: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    count: int = 0  # of its launches, as the hooks around them count
+
+    def __post_init__(self) -> None:
+        call, options = self.call, self.config.all_kwargs()
+        kernel = call.kernel if self.values is None else own_heuristics(call.kernel)[0]
         self._run: Callable[..., object] = kernel.run
         self._compiled: Any = None
-        self._again: Callable[[], object] | None = None
         self._args, pinned = call.pinned()
-        self._kwargs = {**pinned, **options, **(values or {}), "grid": grid, "warmup": False}
+        self._kwargs = {**pinned, **options, **(self.values or {})}
+        self._kwargs |= {"grid": self.grid, "warmup": False}
         self._named = {**call.named(), **options}
-        self._hooks = call.hooks
-        self._config = config
-        self._zeroed, self._restored = zeroed, restored
-        self.count = 0  # of its launches, as the hooks around them count
 
     def __call__(self) -> None:
         """Launch the kernel, without hooks."""
-        self._compiled = self._launched(self._run, *self._args, **self._kwargs)
+        self._compiled = self.launched(self._run, *self._args, **self._kwargs)
 
+    @functools.cached_property
     def again(self) -> Callable[[], object]:
-        """Return a function that repeats the kernel's last launch without Triton's preparation.
-
-        For a small kernel, that preparation dominates the tuning time.
+        """A function that repeats the kernel's launch without Triton's preparation, which dominates
+        the time of a small kernel.
         """
-        if self._again is None:
-            self._again = self.now() or self
-        return self._again
+        return self.now() or self
 
     def now(self) -> functools.partial[Any] | None:
         """Return the launch that Triton would make now; None unless it is a single launch."""
@@ -305,33 +294,27 @@ class ConfigLaunch:
     @property
     def has_pre_hook(self) -> bool:
         """Whether user code runs before each launch."""
-        return self._config.pre_hook is not None or self._hooks.pre_hook is not None
+        return self.config.pre_hook is not None or self.call.hooks.pre_hook is not None
 
     def before(self) -> None:
         """Run what triton.autotune runs before a launch: the config's hook, then the tuner's."""
         self.count += 1
-        if self._config.pre_hook is not None:
-            with self._view():
-                self._config.pre_hook(self._named)
-        if self._hooks.pre_hook is not None:
-            with self._view():
-                self._hooks.pre_hook(self._named)
-            return
-        if self._restored or self._zeroed:
+        for hook in (self.config.pre_hook, self.call.hooks.pre_hook):
+            if hook is not None:
+                with self.view():
+                    hook(self._named)
+        if self.call.hooks.pre_hook is None and (self.restored or self.zeroed):
             with _without_grad():
-                self._reset()
-
-    def _reset(self) -> None:
-        for tensor in self._zeroed:
-            tensor.zero_()
-        for tensor, value in self._restored:
-            tensor.copy_(value)
+                for tensor in self.zeroed:
+                    tensor.zero_()
+                for tensor, value in self.restored:
+                    tensor.copy_(value)
 
     def after(self, exception: Exception | None = None) -> None:
         """Run what triton.autotune runs after a launch."""
-        if self._hooks.post_hook is not None:
-            with self._view():
-                self._hooks.post_hook(self._named, exception=exception)
+        if self.call.hooks.post_hook is not None:
+            with self.view():
+                self.call.hooks.post_hook(self._named, exception=exception)
 
     def with_hooks(self, launch: Callable[[], Any] | None = None) -> Any:
         """Run the hooks around the launch or another function."""

@@ -82,8 +82,6 @@ class DType(_Limited):
             _name=name,
             itemsize=itemsize(name),
             is_floating_point="float" in name,
-            is_complex=name.startswith("complex"),
-            is_signed=not name.startswith(("uint", "bool", "float8_e8m0")),  # that has no sign bit
         )
 
     def __repr__(self) -> str:
@@ -100,7 +98,7 @@ def dtype_of(name: str) -> DType:
 
 
 class Device(_Limited):
-    """A GPU, by its kind and index."""
+    """A GPU, by its kind and index; one object for each (see `device_of`)."""
 
     def __str__(self) -> str:
         return self.type if self.index is None else f"{self.type}:{self.index}"
@@ -108,11 +106,11 @@ class Device(_Limited):
     def __repr__(self) -> str:
         return f"device(type={self.type!r}, index={self.index})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device) and str(self) == str(other)
 
-    def __hash__(self) -> int:
-        return hash(str(self))
+@functools.cache
+def device_of(kind: str, index: int | None) -> Device:
+    """Return the device of a kind with this index."""
+    return Device(type=kind, index=index)
 
 
 class Shape(tuple[int, ...]):
@@ -265,8 +263,6 @@ def of(arguments: Arguments) -> list[StandIn]:
     for number, view in enumerate(arguments.views):
         block = arguments.blocks[view.block]
         kind, _, index = block.spec.device.partition(":")
-        device = Device(type=kind, index=int(index))
-        if block.spec.is_pinned:
-            device = Device(type="cpu", index=None)
+        device = device_of("cpu", None) if block.spec.is_pinned else device_of(kind, int(index))
         made.append(StandIn(view, arguments.elements(number).address, device, block.bytes))
     return made

@@ -8,34 +8,28 @@ Integer values may be users' data: token numbers, document lengths. For offsets,
 `cu_seqlens` of concatenated sequences, a histogram of the lengths reproduces the work. For other
 integers the range is recorded and values are drawn from it, sorted if the array never decreases.
 
-Classes, functions and enum members are recorded by module and name, provided that the name resolves
-to them.
+Classes and enum members are recorded by module and name, provided that the name resolves to them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
 import triton.language as tl
-from triton.runtime.jit import JITCallable, KernelInterface
 
 from safetune.both import backend
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import pointers, random_inputs, spans
 from safetune.inputs.call import Call, may_be_address
 from safetune.inputs.spans import ALIGNMENT, FLOATS, BlockSpec, Noise, TensorSpec
-from safetune.keys import encoding
-from safetune.keys.identity import base_function
 from safetune.launch.call_shape import named_arguments
 
 #: No offsets are looked for in larger tensors.
@@ -63,12 +57,13 @@ def describe(call: Call, read: bool = True) -> dict[str, Any]:
     kwargs = {n: _Encoder(n, tensors, call).encode(value) for n, value in call.kwargs.items()}
     device = "cpu" if call.interpreted else backend.required().torch_type
     blocks, views = _laid_out(tensors, device)
+    contents = enumerate(map(_content_of, tensors if read else ()))
     return {
         "args": args,
         "kwargs": kwargs,
         "blocks": [asdict(block) for block in blocks],
         "tensors": [asdict(view) for view in views],
-        "integers": _contents_of_all(tensors) if read else [],
+        "integers": [[n, content] for n, content in contents if content is not None],
     }
 
 
@@ -101,7 +96,7 @@ def rebuild(
         filled: whether the tensors' contents will be read.
         main: the names in the script that was `__main__` when the call was recorded.
 
-    Raises `LookupError` if a class or function is missing or has changed.
+    Raises `LookupError` if a class is missing or has changed.
     """
     blocks = [BlockSpec(**block) for block in data["blocks"]]
     views = [TensorSpec.of(view) for view in data["tensors"]]
@@ -184,12 +179,9 @@ class _Encoder:
     def _by_name(self, value: Any) -> Any:
         if isinstance(value, Enum):
             return {"enum": [self._place(type(value)), value.name]}
-        if _is_function(value):
-            function = _python_function(value)
-            return {"function": [self._place(value, function), _text_digest(function)]}
-        named = isinstance(value, tuple) and hasattr(type(value), "_fields")
-        if named or (is_dataclass(value) and not isinstance(value, type)):
-            content = _fields_of(value)
+        names = None if isinstance(value, type) else _names_of(type(value))
+        if names is not None:
+            content = {name: getattr(value, name) for name in names}
             extra = sorted({*getattr(value, "__dict__", ())} - content.keys())
             if extra:
                 raise self._refused(value, f"it has attributes beside its fields: {extra[0]}")
@@ -204,16 +196,13 @@ class _Encoder:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
-    def _place(self, value: Any, named: Any = None) -> str:
-        """Return `module:qualname` of a class or function, which leads to it."""
-        named = value if named is None else named
-        place = f"{named.__module__}:{named.__qualname__}"
-        try:
-            if _at(place, {}) is value:
+    def _place(self, cls: type) -> str:
+        """Return `module:qualname` of a class, which leads to it."""
+        place = f"{cls.__module__}:{cls.__qualname__}"
+        with contextlib.suppress(LookupError):
+            if _at(place, {}) is cls:
                 return place
-        except LookupError:
-            pass
-        raise self._refused(value, f"{place} does not lead to it")
+        raise self._refused(cls, f"{place} does not lead to it")
 
     def _refused(self, value: Any, reason: str = "") -> KernelNotTransferable:
         kind = value.__name__ if isinstance(value, type) else type(value).__name__
@@ -222,24 +211,12 @@ class _Encoder:
         )
 
 
-def _is_function(value: Any) -> bool:
-    return isinstance(value, (FunctionType, KernelInterface, JITCallable))
-
-
-def _python_function(value: Any) -> FunctionType:
-    return value if isinstance(value, FunctionType) else base_function(value)[1]
-
-
-def _text_digest(function: FunctionType) -> str:
-    with contextlib.suppress(OSError, TypeError):  # without a file
-        return encoding.digest(inspect.getsource(function))
-    return ""
-
-
-def _fields_of(value: Any) -> dict[str, Any]:
-    if isinstance(value, tuple):
-        return dict(zip(type(value)._fields, value, strict=True))  # type: ignore[attr-defined]
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+def _names_of(cls: Any) -> list[str] | None:
+    """Return the names of the fields of a named tuple or a dataclass; None of another class."""
+    if issubclass(cls, tuple):
+        names = getattr(cls, "_fields", None)
+        return None if names is None else [*names]
+    return [field.name for field in fields(cls)] if is_dataclass(cls) else None
 
 
 def _at(place: str, main: dict[str, Any]) -> Any:
@@ -257,7 +234,7 @@ def _at(place: str, main: dict[str, Any]) -> Any:
 
 
 def modules(data: dict[str, Any]) -> set[str]:
-    """Return the modules of the classes and functions among described arguments."""
+    """Return the modules of the classes of described arguments."""
     places = _places([*data.get("args", ()), *data.get("kwargs", {}).values()])
     return {place.partition(":")[0] for place in places} - {"__main__"}
 
@@ -265,7 +242,7 @@ def modules(data: dict[str, Any]) -> set[str]:
 def _places(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for kind, content in value.items():
-            if kind in ("enum", "function", "fields"):
+            if kind in ("enum", "fields"):
                 yield content[0]
             yield from _places(content)
     elif isinstance(value, list):
@@ -286,8 +263,6 @@ def _decode(value: Any, tensors: Sequence[torch.Tensor], main: dict[str, Any]) -
         return tl.constexpr(_decode(content, tensors, main))
     if kind == "enum":
         return _class_at(content[0], main, Enum)[content[1]]  # type: ignore[index]
-    if kind == "function":
-        return _function_at(content[0], content[1], main)
     if kind == "fields":
         named = {name: _decode(item, tensors, main) for name, item in content[1].items()}
         return _made(_class_at(content[0], main, object), named)
@@ -302,18 +277,9 @@ def _class_at(place: str, main: dict[str, Any], base: type) -> type:
     return found
 
 
-def _function_at(place: str, digest: str, main: dict[str, Any]) -> Any:
-    found = _at(place, main)
-    if not (_is_function(found) and _text_digest(_python_function(found)) == digest):
-        raise LookupError(f"{place} has changed since it was recorded")
-    return found
-
-
 def _made(cls: Any, items: dict[str, Any]) -> Any:
     """Return an object with these fields. No code of the class runs: a record is not trusted."""
-    names = getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
-    if names is None and is_dataclass(cls):
-        names = [field.name for field in fields(cls)]
+    names = _names_of(cls)
     if names is None or {*names} != items.keys():
         raise LookupError(f"{cls.__module__}:{cls.__qualname__} now has different fields")
     if issubclass(cls, tuple):
@@ -333,16 +299,10 @@ def _numbers(value: Any) -> list[int]:
     return []
 
 
-def _contents_of_all(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return the records of a call's tensors as JSON data, each with the tensor's number."""
-    contents = ((number, _content_of(tensor)) for number, tensor in enumerate(tensors))
-    return [[number, content] for number, content in contents if content is not None]
-
-
 def _content_of(tensor: torch.Tensor) -> dict[str, Any] | None:
-    if tensor.is_meta or spans.dtype_name(tensor) in FLOATS or tensor.is_complex():
-        return None
-    if not tensor.numel():
+    """Return what is recorded of a tensor's content, as JSON data; None of floats."""
+    is_real = spans.dtype_name(tensor) in FLOATS
+    if is_real or tensor.is_meta or tensor.is_complex() or not tensor.numel():
         return None
     flat = tensor.dim() == 1 and 2 <= tensor.numel() <= _MOST_OFFSETS
     with spans.reading(tensor.device):

@@ -74,7 +74,6 @@ def _access(kinds: Iterable[str]) -> dict[str, tuple[Callable[[], Any], Callable
         "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
         "dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        "precision": (_precision, _set_precision),
     }
     for kind in kinds:
         access[f"autocast {kind}"] = (
@@ -96,28 +95,6 @@ def _change(kinds: Iterable[str], settings: dict[str, Any]) -> None:
     for name, (read, write) in _access(kinds).items():
         if read() != settings[name]:
             write(settings[name])
-
-
-def _precision() -> tuple[bool, str]:
-    """Return the precision of float32 products, and whether it is that of torch's newer setting:
-    torch refuses to tell it by the older name once the program uses the newer one.
-    """
-    import torch
-
-    try:
-        return False, torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return True, torch.backends.cuda.matmul.fp32_precision
-
-
-def _set_precision(precision: tuple[bool, str]) -> None:
-    import torch
-
-    is_newer, name = precision
-    if is_newer:
-        torch.backends.cuda.matmul.fp32_precision = name
-    else:
-        torch.set_float32_matmul_precision(name)
 
 
 def packed(tensors: Sequence[Any]) -> bytes:

@@ -28,13 +28,6 @@ class HandOver:
     memories: tuple[tuple[str, SharedMemory], ...] = ()  # each with its device
     places: Mapping[int, Place] = field(default_factory=dict)
 
-    def read(self, place: Place, target: int) -> None:
-        """Copy the bytes of a place to the host."""
-        device, memory = self.memories[place.memory]
-        where, index = backend.required(), torch.device(device).index
-        with where.relaxed_capture(), memory.open() as address:
-            where.bytes_of(index).unload(target, address + place.offset, place.size)
-
 
 def copied(merged: Sequence[Span], numbers: Sequence[int], rooms: Mapping[str, int]) -> HandOver:
     """Return copies of blocks on their devices, or of as many bytes as there is room for.

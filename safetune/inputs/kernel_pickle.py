@@ -13,7 +13,6 @@ memory file (see `snapshot`).
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import io
 import linecache
@@ -21,15 +20,14 @@ import pickle
 import sys
 import textwrap
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType, ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import cloudpickle
 import triton.language
 from triton.runtime.jit import JITCallable, JITFunction
 
-from safetune import forks
 from safetune.errors import KernelNotTransferable
 from safetune.keys.source_text import file_of, is_foreign, source_lines, tree_of
 
@@ -52,8 +50,7 @@ def pack(
     """
     modules = _own_modules(by_value)
     try:
-        with _by_value(modules):
-            return _dump(value, what, tensors)
+        return _dump(value, what, tensors, modules)
     except KernelNotTransferable:
         if not modules:
             raise
@@ -72,27 +69,16 @@ def unpack(
     return _Unpacker(io.BytesIO(data), tensors, size).load()
 
 
-#: The modules of one packing in cloudpickle's registry, which is one for the process.
-_registered: list[ModuleType] = []
-_packing = forks.lock()
-
-
-def _unregister() -> None:
-    """Take them out again; in a forked child too, where another thread's packing never ends."""
-    while _registered:
-        cloudpickle.unregister_pickle_by_value(_registered.pop())
-
-
-forks.register("tuning", after_in_child=_unregister)
-
 #: In place of a line of a file that was not sent; unlike a blank line it ends a function's block.
 _UNKNOWN_LINE = "pass\n"
 
 
-def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
+def _dump(
+    value: Any, what: str, tensors: TensorTable | None, modules: frozenset[str] = frozenset()
+) -> bytes:
     buffer = io.BytesIO()
     try:
-        _Packer(buffer, tensors).dump(value)
+        _Packer(buffer, tensors, modules).dump(value)
     except KernelNotTransferable:
         raise
     except Exception as error:  # pickling runs the reducers of arbitrary objects
@@ -104,25 +90,10 @@ def _dump(value: Any, what: str, tensors: TensorTable | None) -> bytes:
     return buffer.getvalue()
 
 
-def _own_modules(functions: Iterable[Any]) -> list[ModuleType]:
+def _own_modules(functions: Iterable[Any]) -> frozenset[str]:
     names = {getattr(function, "__module__", None) for function in functions}
     modules = (sys.modules.get(name) for name in names if name and name != "__main__")
-    return [m for m in modules if m is not None and not is_foreign(m)]
-
-
-@contextlib.contextmanager
-def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Let cloudpickle send the definitions of these modules."""
-    with _packing:
-        known = cloudpickle.list_registry_pickle_by_value()
-        try:
-            for module in modules:
-                if module.__name__ not in known:
-                    _registered.append(module)
-                    cloudpickle.register_pickle_by_value(module)
-            yield
-        finally:
-            _unregister()
+    return frozenset(m.__name__ for m in modules if m is not None and not is_foreign(m))
 
 
 class TensorTable:
@@ -141,6 +112,7 @@ class TensorTable:
 
 
 _reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
+_reduce_class = cloudpickle.cloudpickle._dynamic_class_reduce
 
 
 def _named_code(build: Callable[..., CodeType], parts: tuple[Any, ...], filename: str) -> CodeType:
@@ -157,9 +129,11 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         {CodeType: _reduce_code_of_a_file}, cloudpickle.Pickler.dispatch_table
     )
 
-    def __init__(self, buffer: io.BytesIO, tensors: TensorTable | None) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, tensors: TensorTable | None, modules: frozenset[str]
+    ) -> None:
         super().__init__(buffer)
-        self._tensors = tensors
+        self._tensors, self._modules = tensors, modules
 
     def persistent_id(self, obj: Any) -> int | tuple[int, ...] | None:
         if _is_instance(obj, "torch", "Size"):  # of a descriptor's tensor
@@ -175,6 +149,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         state: tuple[Any, ...]
+        if isinstance(obj, (FunctionType, type)) and self._modules.intersection(_homes(obj)):
+            is_class = isinstance(obj, type)
+            return _reduce_class(obj) if is_class else self._dynamic_function_reduce(obj)
         if _is_own_kind_of_module(obj):
             return importlib.import_module, (obj.__name__,)
         if _is_instance(obj, "triton.runtime.interpreter", "InterpretedFunction"):
@@ -184,8 +161,6 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             names = {n: v for n, v in obj.fn.__globals__.items() if any(v is m for m in languages)}
             names |= _signature_globals(obj.fn, source)
             state = (obj.fn, dict(obj.kwargs), file_of(obj.fn), source, None, names)
-        elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
-            raise TypeError(f"the open file {getattr(obj, 'name', obj)!r} cannot be sent")
         elif isinstance(obj, JITCallable):
             source = ("".join(obj.raw_src), obj.starting_line_number)
             names = _signature_globals(obj.fn, source)
@@ -209,6 +184,12 @@ class _Unpacker(pickle.Unpickler):
 
             self._size = torch.Size
         return self._size(pid)
+
+
+def _homes(obj: Any) -> list[str]:
+    """Return the names of the module of a function or class, and of the packages around it."""
+    parts = (getattr(obj, "__module__", None) or "").split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _is_own_kind_of_module(obj: Any) -> bool:

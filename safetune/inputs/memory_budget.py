@@ -17,8 +17,6 @@ FLUSH = 256 << 20
 MARGIN = 256 << 20
 
 _GIB = 1 << 30
-#: Copies through host memory that take long enough to say so.
-_SLOW = 1 << 30
 
 
 def sizes(owners: Sequence[str], storages: Sequence[int]) -> dict[str, int]:
@@ -38,15 +36,14 @@ def check_host(needed: int, arguments: Mapping[str, int]) -> None:
 
 def check_device(
     index: int, size: int, arguments: Mapping[str, int], drop_idle: Callable[[int], None]
-) -> tuple[int, str]:
+) -> int:
     """Check that a device can hold another `size` bytes of arguments.
 
     If it could not hold them a third time, idle memory is released first: the idle child of an
     earlier tuning, by `drop_idle`, then the unused blocks of torch's allocator. If that is not
     enough, some bytes go through host memory.
 
-    Return the bytes available for the third copy, and a note for the user about the others; empty
-    if they are few.
+    Return the bytes available for the third copy.
 
     Raises:
         NoMemory: they do not fit now.
@@ -62,16 +59,7 @@ def check_device(
     if free < needed:
         error = too_large(f"memory on device {index}", needed, free, arguments)
         raise error if needed > device.memory(index).total else NoMemory(str(error))
-    room = max(0, free - size - FLUSH - CONTEXT - MARGIN)
-    if size - room < _SLOW:
-        return room, ""
-    return room, (
-        f"{(size - room) / _GIB:.3g} GiB of its {size / _GIB:.3g} GiB of arguments are copied "
-        f"through host memory, because two copies need {(enough + MARGIN) / _GIB:.3g} GiB and "
-        f"device {index} has {free / _GIB:.3g} GiB free. Tuning takes seconds longer. Tune before "
-        "the rest of the memory is taken (for example by a KV cache), or offline with "
-        "`safetune tune`"
-    )
+    return max(0, free - size - FLUSH - CONTEXT - MARGIN)
 
 
 def too_large(

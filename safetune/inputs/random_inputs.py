@@ -5,7 +5,7 @@ Random values have the mean, spread and range of the sample, so positive inputs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -50,14 +50,11 @@ def noise_like(tensor: torch.Tensor, seed: int) -> Noise:
 
 def draw(target: torch.Tensor, noise: Noise, device: str) -> None:
     """Fill `target`, a byte tensor, with values drawn on `device`."""
-    dtype = getattr(torch, noise.dtype)
-    used = target.numel() // dtype.itemsize * dtype.itemsize
-    target[used:].zero_()
     generator = torch.Generator(device)
     generator.manual_seed(noise.seed)
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    for part in target[:used].view(dtype).split(_CHUNK):
-        values = torch.empty(part.numel(), dtype=wide, device=device)
+    rest = target.numel() % getattr(torch, noise.dtype).itemsize
+    target[target.numel() - rest :].zero_()
+    for part, values in _parts(target, noise.dtype):
         values.normal_(noise.mean, noise.std, generator=generator).clamp_(noise.low, noise.high)
         part.copy_(values)
 
@@ -66,16 +63,21 @@ def scale(target: torch.Tensor, dtype: str, seed: int) -> None:
     """Multiply the floats in `target`, a byte tensor, by random factors from 0.5 to 1. Signs,
     infinities and zeros stay; if all floats are 0, the factors replace them.
     """
-    kind = getattr(torch, dtype)
     generator = torch.Generator(target.device)
     generator.manual_seed(seed)
-    wide = torch.float64 if kind is torch.float64 else torch.float32
     is_zero = not bool(target.any())
+    for part, values in _parts(target, dtype):
+        values.uniform_(0.5, 1.0, generator=generator)
+        part.copy_(values if is_zero else values.mul_(part.to(values.dtype)))
+
+
+def _parts(target: torch.Tensor, dtype: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the floats in a byte tensor, in parts, each with memory for as many wider floats."""
+    kind = getattr(torch, dtype)
+    wide = torch.float64 if kind is torch.float64 else torch.float32
     used = target.numel() // kind.itemsize * kind.itemsize
     for part in target[:used].view(kind).split(_CHUNK):
-        values = torch.empty(part.numel(), dtype=wide, device=target.device)
-        values.uniform_(0.5, 1.0, generator=generator)
-        part.copy_(values if is_zero else values.mul_(part.to(wide)))
+        yield part, torch.empty(part.numel(), dtype=wide, device=target.device)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

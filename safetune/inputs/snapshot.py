@@ -9,7 +9,6 @@ makes a copy impossible, in the caller, before any child starts.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,16 +22,7 @@ from safetune.errors import BackendError, TooMuchPinned
 from safetune.inputs import hand_over, memory_budget, pointers, random_inputs, spans
 from safetune.inputs.call import Call, leaves, may_be_address, owners_of
 from safetune.inputs.hand_over import HandOver
-from safetune.inputs.spans import (
-    ALIGNMENT,
-    Absent,
-    BlockSpec,
-    Layout,
-    Noise,
-    Place,
-    Span,
-    TensorSpec,
-)
+from safetune.inputs.spans import BlockSpec, Noise, Place, Span, TensorSpec
 from safetune.messages import logger
 from safetune.settings import Settings
 
@@ -66,18 +56,15 @@ def copy_inputs(
         for name, argument in call.named().items():
             if numbers := [leaf for leaf in leaves(argument) if may_be_address(leaf)]:
                 pointers.check(name, numbers, call.interpreted)
-    found = {} if call.interpreted else _check_devices(copied, names, free_memory)
+    rooms = {} if call.interpreted else _check_devices(copied, names, free_memory)
     limit = Settings.current().copy_limit
     if pinned := pinned_spans(copied, call.index):
         check_pinned(pinned, copied, names, limit)
         where = backend.required()
         with where.relaxed_capture():  # queued work may write to it
             where.bytes_of(call.index).wait(where.launch_stream())
-    rooms = {device: room for device, (room, _) in found.items() if on_devices}
-    snapshot = Snapshot(copied, names, limit, rooms, outputs, call.index)
-    if on_devices:
-        snapshot.notes = tuple(note for _, note in found.values() if note)
-    absent = {i: Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
+    snapshot = Snapshot(copied, names, limit, rooms if on_devices else {}, outputs, call.index)
+    absent = {i: spans.Absent.of(tensor) for i, tensor in enumerate(tensors) if i not in kept}
     snapshot.layout = replace(snapshot.layout, absent=absent)
     return snapshot
 
@@ -95,14 +82,11 @@ class Snapshot:
 
     Attributes:
         regenerated: the arguments with a tensor that is drawn, not copied.
-        notes: why tuning is slow, one sentence per reason.
 
     Raises:
         KernelNotTransferable: a tensor has no plain storage.
         NotReproducible: the host has too little memory for the copy.
     """
-
-    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -128,7 +112,7 @@ class Snapshot:
         devices = dict.fromkeys(pinned_spans(tensors, index), f"{spans.PINNED}:{index}")
         blocks = tuple(_lay_out(merged, noises, self._on_device.places, devices))
         shared = tuple((device, memory.size) for device, memory in self._on_device.memories)
-        self.layout = Layout(blocks, specs, shared=shared)
+        self.layout = spans.Layout(blocks, specs, shared=shared)
         pairs = zip(specs, names, strict=True)
         self.regenerated = tuple(dict.fromkeys(name for spec, name in pairs if spec.block in drawn))
         sizes = memory_budget.sizes(names, [merged[spec.block].size for spec in specs])
@@ -151,32 +135,6 @@ class Snapshot:
         """Free device memory, except blocks that a child still maps."""
         for _, memory in self._on_device.memories:
             memory.close()
-
-    def move_to_host(self) -> None:
-        """Copy the device contents into the memory file, for a child that could not map them."""
-        blocks, end = list(self.layout.blocks), os.fstat(self.fd).st_size
-        moved = {}
-        for number, block in enumerate(blocks):
-            if block.place:
-                moved[number], blocks[number] = block, replace(block, offset=end, place=None)
-                end += spans.aligned(block.size)
-        memory_budget.check_host(end, {})
-        os.posix_fallocate(self.fd, 0, end)
-        with mmap.mmap(self.fd, end) as memory:
-            for number, block in moved.items():
-                new, rest = blocks[number].offset, block.size - block.head
-                memory[new + block.head : new + block.size] = memory[
-                    block.offset : block.offset + rest
-                ]
-                assert block.place is not None
-                start = ctypes.c_char.from_buffer(memory, new)
-                try:
-                    self._on_device.read(block.place, ctypes.addressof(start))
-                finally:
-                    del start  # the mapping cannot be closed under it
-        self._close_shared()
-        self._on_device = HandOver()
-        self.layout = replace(self.layout, blocks=tuple(blocks), shared=())
 
     def _copy(
         self, tensors: Sequence[torch.Tensor], merged: Sequence[Span], sizes: Mapping[str, int]
@@ -233,17 +191,12 @@ def check_pinned(
     size, free = sum(span.size for span in pinned), memory_budget.host_free() // 2
     if size <= min(limit, free):
         return
-    merged = spans.merged_spans(tensors)
-    of = {o for t, o in zip(tensors, owners, strict=True) if _block(t, merged) in pinned}
+    of = {owner for t, owner in zip(tensors, owners, strict=True) if t.device.type == "cpu"}
     why = f"SAFETUNE_COPY_LIMIT of {limit:,}" if limit < free else f"half of the {2 * free:,} free"
     raise TooMuchPinned(
         f"{', '.join(sorted(filter(None, of))) or 'a hook'}: a copy of {size:,} bytes of pinned "
         f"host memory is over the limit of a tuning process ({why} bytes)"
     )
-
-
-def _block(tensor: torch.Tensor, merged: Sequence[Span]) -> Span:
-    return merged[spans.block_of(spans.span_of(tensor), merged)]
 
 
 def _check_tables(
@@ -259,11 +212,8 @@ def _check_tables(
 
 def _check_devices(
     tensors: Sequence[torch.Tensor], owners: Sequence[str], free_memory: Callable[[int], None]
-) -> dict[str, tuple[int, str]]:
-    """Raise if a device has no memory for another copy of the call's tensors there.
-
-    Return for each what `memory_budget.check_device` does.
-    """
+) -> dict[str, int]:
+    """Return how much room each device has, see `memory_budget.check_device`; raise like it."""
     found = {}
     for device in sorted({str(tensor.device) for tensor in tensors if tensor.get_device() >= 0}):
         pairs = zip(tensors, owners, strict=True)
@@ -299,7 +249,7 @@ def _drawn(
         if limit is None or left <= limit:
             break
         views = [spec for spec in specs if spec.block == index]
-        if index not in of_hooks and random_inputs.is_drawable(views, span.start % ALIGNMENT):
+        if index not in of_hooks and random_inputs.is_drawable(views, span.start % spans.ALIGNMENT):
             drawn.append(index)
             left -= span.size
     return drawn
@@ -313,7 +263,7 @@ def _lay_out(
 ) -> Iterator[BlockSpec]:
     end = 0
     for index, span in enumerate(merged):
-        misalignment = span.start % ALIGNMENT
+        misalignment = span.start % spans.ALIGNMENT
         found = noises.get(index), places.get(index)
         block = BlockSpec(devices.get(span, span.device), end, span.size, misalignment, *found)
         yield block

@@ -17,13 +17,8 @@ from safetune import forks, triton_internals
 from safetune.both import backend, protocol
 from safetune.both.protocol import IDLE_EXIT_S, Answer, Job, Start
 from safetune.errors import DeviceUnavailable, WorkerUnavailable
-from safetune.isolation.fork_server import (
-    ForkServer,
-    Output,
-    child_environment,
-    search_path,
-    server,
-)
+from safetune.isolation import fork_server
+from safetune.isolation.fork_server import ForkServer, Output
 from safetune.outcome import Outcome, Verdict
 
 #: How long a child may take to answer its first job, `Start` or `Prepare`.
@@ -41,9 +36,9 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
     """Return the job with this process's current environment, paths, program arguments and Triton
     knobs.
     """
-    environment = child_environment()
+    environment = fork_server.child_environment()
     if gpu_blind:
-        environment.update(backend.hidden_environment())
+        environment.update(backend.HIDDEN)
     elif found := backend.current():  # an index means the same device there as here
         environment.update(found.visible_environment())
     directory = ""
@@ -51,7 +46,7 @@ def start_job(gpu_blind: bool, memory_bytes: int = 0, kernel: bytes = b"") -> St
         directory = os.getcwd()
     return Start(
         environment=environment,
-        path=search_path(),
+        path=fork_server.search_path(),
         argv=[str(argument) for argument in getattr(sys, "argv", [])],
         directory=directory,
         knobs=triton_internals.knobs_set_in_code(),
@@ -117,14 +112,13 @@ class Child:
         self,
         gpu_blind: bool,
         device: int | None = None,
-        forks: ForkServer = server,
+        forks: ForkServer = fork_server.server,
         started: bool = True,
         modules: tuple[str, ...] = (),
     ) -> None:
         self._device = device
         self._server = forks
         self._last_job = 0
-        self._unread = ""
         self.unanswered = 0
         self._pidfd: int | None = None
         with contextlib.ExitStack() as on_error:
@@ -163,13 +157,9 @@ class Child:
         self._output.mark()
         self._last_job += 1
         self.unanswered += 1
-        try:
-            header = {"number": self._last_job}  # which its answer will have
+        header = {"number": self._last_job}  # which its answer will have
+        with contextlib.suppress(protocol.WireError):
             protocol.send(self.pipe, header, pickle.dumps(job), fds=fds, timeout_s=timeout_s)
-        except protocol.Stalled:
-            self._unread = f"no job was read within {timeout_s:g} s"
-        except protocol.Closed:
-            pass
 
     def answer(self, timeout_s: float) -> tuple[Answer, bytes]:
         """Return the answer to the oldest unanswered job, and its bytes.
@@ -178,15 +168,11 @@ class Child:
         its server.
         """
         try:
-            if self._unread:
-                raise protocol.Stalled(self._unread)
-            header, blob, _ = protocol.receive(
-                self.pipe, timeout_s, self._pidfd, self.cut_output, protocol.MAX_ANSWER
-            )
+            found = protocol.receive(self.pipe, timeout_s, self._pidfd, self.cut_output)
+            header, blob, _ = found
             answer = protocol.answer_of(header, self._last_job - self.unanswered + 1)
         except protocol.Stalled:
-            reason = self._unread or f"no answer within {timeout_s:g} s"
-            raise self._failed(Verdict.TIMEOUT, reason) from None
+            raise self._failed(Verdict.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except protocol.Closed:
             raise self._failed(Verdict.DIED, "") from None
         except protocol.ProtocolError as error:
@@ -240,13 +226,6 @@ class Child:
         stderr = self._output.tail()  # after its end, which it may print about
         self._close()
         return ChildFailed(Outcome(verdict, detail=detail, message=message, stderr=stderr))
-
-    def interrupt(self) -> None:
-        """Kill the process while a thread waits for its answer; safe from any other thread."""
-        handle = self._pidfd
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def abandon(self) -> None:
         """Close the pipe; the child ends when it notices."""

@@ -74,6 +74,7 @@ def usable_cpus() -> int:
     return max(1, cpus)
 
 
+@dataclass(eq=False)
 class CompilePool:
     """Compiles the specs of one kernel, starting with the first `add`.
 
@@ -85,30 +86,21 @@ class CompilePool:
         memory_bytes: the limit for a child and for each process that it starts; 0: no limit.
         most_shared: see `triton_compile.compiled_binary`.
         may_give_up: whether a config may end without a result: once at least as many configs have
-            compiled as are unfinished, and it takes more than `slow` times their median and
+            compiled as are unfinished, and it takes more than `_SLOW` times their median and
             `least_s`.
     """
 
-    def __init__(
-        self,
-        kernel: Callable[[], bytes],
-        timeout_s: float,
-        size: int | None = None,
-        memory_bytes: int = 0,
-        most_shared: int = 0,
-        may_give_up: Callable[[int], bool] = lambda config: False,
-        slow: float = _SLOW,
-        least_s: float = _LEAST_S,
-    ) -> None:
+    kernel: Callable[[], bytes]
+    timeout_s: float
+    size: int | None = None
+    memory_bytes: int = 0
+    most_shared: int = 0
+    may_give_up: Callable[[int], bool] = lambda config: False
+    least_s: float = _LEAST_S
+
+    def __post_init__(self) -> None:
         cpus = usable_cpus()
-        self._kernel = kernel
-        self._timeout_s = timeout_s
-        self._size = size or (cpus - 1 if cpus >= 4 else cpus)
-        self._memory_bytes = memory_bytes
-        self._most_shared = most_shared
-        self._may_give_up = may_give_up
-        self._slow = slow
-        self._least_s = least_s
+        self._size = self.size or (cpus - 1 if cpus >= 4 else cpus)
         #: Of each config that was compiled to the end: one that fails ends early, as does one that
         #: needs too much shared memory, and they say nothing of the others.
         self._took_s: list[float] = []
@@ -163,11 +155,11 @@ class CompilePool:
             self._feed(slot)
 
     def _start(self) -> None:
-        kernel = self._kernel()
+        kernel = self.kernel()
         kept = idle.take(_PURPOSE)  # it has not answered its `Release` yet
         with system_errors():
             child = kept or Child(True, forks=plain_server, started=False, modules=(COMPILER,))
-        child.send(start_job(True, self._memory_bytes, kernel))
+        child.send(start_job(True, self.memory_bytes, kernel))
         jobs: deque[int | None] = deque([None] * child.unanswered)
         slot = _Slot(child, kept is not None, time.monotonic(), jobs)
         self._slots[child.pipe.fileno()] = slot
@@ -185,17 +177,17 @@ class CompilePool:
             slot.begun = time.monotonic()
         slot.jobs.append(config)
         first, self._launcher = self._launcher, False
-        job = Compile(self._specs[config], self._most_shared, launcher=first)
-        slot.child.send(job, timeout_s=self._timeout_s)
+        job = Compile(self._specs[config], self.most_shared, launcher=first)
+        slot.child.send(job, timeout_s=self.timeout_s)
 
     def _limit_s(self, config: int | None) -> float:
         """Return how long a job may take by now."""
         if config is None:
             return START_S
-        if len(self._took_s) < len(self._unfinished) or not self._may_give_up(config):
-            return self._timeout_s
-        slow_s = self._slow * statistics.median(self._took_s)
-        return min(self._timeout_s, max(self._least_s, slow_s))
+        if len(self._took_s) < len(self._unfinished) or not self.may_give_up(config):
+            return self.timeout_s
+        slow_s = _SLOW * statistics.median(self._took_s)
+        return min(self.timeout_s, max(self.least_s, slow_s))
 
     def _collect(self, wait_s: float) -> None:
         """Take the answers that are there, or that come."""
@@ -211,12 +203,11 @@ class CompilePool:
             slot.child.cut_output()
         now = time.monotonic()
         due = [fd for fd, deadline in ends.items() if fd in ready or deadline <= now]
-        found = [compiled for fd in due if (compiled := self._advance(fd, ends[fd])) is not None]
-        self._done += found
-        self._unfinished.difference_update(compiled.config for compiled in found)
+        for fd in due:
+            self._advance(fd, ends[fd])
 
-    def _advance(self, fd: int, deadline: float) -> Compiled | None:
-        """Read one answer, or find that no answer came; return the result of its config, if any."""
+    def _advance(self, fd: int, deadline: float) -> None:
+        """Read one answer, or find that no answer came; keep the result of its config, if any."""
         slot = self._slots[fd]
         config = slot.jobs.popleft()
         alive, given_up = True, False
@@ -225,7 +216,7 @@ class CompilePool:
         except ChildFailed as failure:
             answer, alive = Answer(failure.outcome), False
             late = failure.outcome.verdict is Verdict.TIMEOUT
-            given_up = late and config is not None and deadline < slot.begun + self._timeout_s
+            given_up = late and config is not None and deadline < slot.begun + self.timeout_s
         outcome = self._outcome(answer.outcome)
         if answer.binary is not None and answer.binary.compile_s:
             self._took_s.append(answer.binary.compile_s)
@@ -250,25 +241,25 @@ class CompilePool:
             self._killed.add(config)  # perhaps from outside: once more, after the others
             self._waiting.append(config)
         elif config is not None:
-            return Compiled(config, outcome, answer.binary)
+            self._done.append(Compiled(config, outcome, answer.binary))
+            self._unfinished.discard(config)
         elif not alive and not slot.used:
             self._size = len(self._slots)
             if not self._size:
                 reason = f"{outcome.message} {outcome.stderr}".strip()
                 raise WorkerUnavailable(f"a compile process ended before its first job: {reason}")
-        return None
 
     def _outcome(self, outcome: Outcome) -> Outcome:
         """Return a child's outcome as the outcome of the config that it was compiling."""
         if outcome.verdict is Verdict.TIMEOUT:
-            message = f"not compiled within {self._timeout_s:g} s"
+            message = f"not compiled within {self.timeout_s:g} s"
             return replace(outcome, verdict=Verdict.COMPILE_TIMEOUT, message=message)
         if outcome.verdict is Verdict.DIED:
             outcome = replace(outcome, verdict=Verdict.COMPILE_CRASH)
         failed = outcome.verdict in (Verdict.COMPILE_ERROR, Verdict.COMPILE_CRASH)
         text = f"{outcome.detail} {outcome.message} {outcome.stderr}"
-        if not (self._memory_bytes and failed and _NO_MEMORY.search(text)):
+        if not (self.memory_bytes and failed and _NO_MEMORY.search(text)):
             return outcome
-        gib = self._memory_bytes / (1 << 30)
+        gib = self.memory_bytes / (1 << 30)
         message = f"{outcome.message}\na compile process may allocate at most {gib:g} GiB"
         return replace(outcome, detail="memory", message=message.strip())

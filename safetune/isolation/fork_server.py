@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from safetune import forks
 from safetune.both import protocol
@@ -44,13 +45,13 @@ _RANK_VARIABLE = re.compile(
 )
 
 #: `-c` puts the working directory first in the search path; nothing is imported while it is there.
-#: The path to use may be longer than an argument can be, so it comes in a file.
+#: The path to use may be longer than an argument can be, so it comes through a pipe.
 _BOOTSTRAP = """
 import sys
 sys.path[:] = filter(None, sys.path)
+import io
 import json
-with open(int(sys.argv.pop(1))) as file:
-    version, sys.path[:] = json.load(file)
+version, sys.path[:] = json.load(sys.stdin)
 if sys.version != version:
     sys.exit(f"{sys.executable} is Python {sys.version}, and the program runs on {version}")
 from safetune.child.server_main import main
@@ -65,41 +66,39 @@ class Output:
     """The standard output and error of one process, in a file without a name or directory."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("safetune-output", os.MFD_CLOEXEC)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # a cut leaves no hole
+        self._file = io.FileIO(os.memfd_create("safetune-output"), "r+")
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # a cut leaves no hole
         self._begin = 0
 
     def fileno(self) -> int:
         """Return the descriptor for a process to inherit."""
-        return self._fd
+        return self._file.fileno()
 
     def mark(self) -> None:
         """Attribute later output to the next job."""
         self.cut()
-        self._begin = os.fstat(self._fd).st_size
+        self._begin = os.fstat(self.fileno()).st_size
 
     def cut(self) -> None:
         """Drop all but the end of long output."""
-        if os.fstat(self._fd).st_size > _MOST_BYTES:
+        if os.fstat(self.fileno()).st_size > _MOST_BYTES:
             end, self._begin = self._end(), 0
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, end)
+            self._file.truncate(0)
+            self._file.write(end)
 
     def tail(self) -> str:
         """Return the last output lines of the job."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # also of a closed file
             return self._end().decode(errors="replace").strip()
         return ""
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def _end(self) -> bytes:
-        begin = max(self._begin, os.fstat(self._fd).st_size - _TAIL_BYTES)
-        return os.pread(self._fd, _TAIL_BYTES, begin)
+        begin = max(self._begin, os.fstat(self.fileno()).st_size - _TAIL_BYTES)
+        return os.pread(self.fileno(), _TAIL_BYTES, begin)
 
 
 class ForkServer:
@@ -222,26 +221,27 @@ class ForkServer:
             return self._control
         if self._closed:
             raise WorkerUnavailable("cannot start a tuning process: this process is exiting")
-        with system_errors(), contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        with system_errors(), contextlib.ExitStack() as ours:
             output = ours.enter_context(contextlib.closing(Output()))
             control, far_end = socket.socketpair()
             ours.enter_context(control)
-            theirs.enter_context(far_end)
-            settings = theirs.enter_context(_file_of([sys.version, search_path()]))
-            fds = (settings.fileno(), far_end.fileno())
-            self._process = subprocess.Popen(
-                [
-                    *(_python(), *_import_options(), "-c", _BOOTSTRAP),
-                    *(*map(str, fds), str(os.getpid()), json.dumps(self._modules)),
-                ],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=output.fileno(),
-                stderr=output.fileno(),
-                env=child_environment(),
-                cwd="/",  # nothing relative to the program's directory is meant for a server
-                start_new_session=True,
-            )
+            with far_end:
+                self._process = subprocess.Popen(
+                    [
+                        *(_python(), "-c", _BOOTSTRAP),
+                        *(str(far_end.fileno()), str(os.getpid()), json.dumps(self._modules)),
+                    ],
+                    pass_fds=[far_end.fileno()],
+                    stdin=subprocess.PIPE,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    env=child_environment(),
+                    cwd="/",  # nothing relative to the program's directory is meant for a server
+                    start_new_session=True,
+                )
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as settings:
+                settings.write(json.dumps([sys.version, search_path()]).encode())
             ours.pop_all()
         self._control, self._output = control, output
         self._ready, self._interpret = False, os.environ.get("TRITON_INTERPRET")
@@ -326,40 +326,14 @@ def _python() -> str:
     """
     from multiprocessing import spawn  # by set_executable a program names a Python
 
-    own, named = sys.executable or "", os.fsdecode(spawn.get_executable() or "")
-    paths = dict.fromkeys([own, named])
-    if getattr(sys, "frozen", False):
-        del paths[own]
-    for path in paths:
+    for path in (sys.executable or "", os.fsdecode(spawn.get_executable() or "")):
         if _PYTHON.match(os.path.basename(path)):
             return os.path.abspath(path)
     raise WorkerUnavailable(
         "found no Python executable to start tuning processes with ("
-        f"{own or 'sys.executable is empty'}): set one of the same version with "
+        f"{sys.executable or 'sys.executable is empty'}): set one of the same version with "
         "multiprocessing.set_executable(path), or tune offline"
     )
-
-
-def _import_options() -> list[str]:
-    """Return this Python's options that affect the imports at another one's start."""
-    flags = sys.flags
-    options = {
-        "-I": flags.isolated,
-        "-E": flags.ignore_environment,
-        "-s": flags.no_user_site,
-        "-S": flags.no_site,
-    }
-    return [option for option, is_set in options.items() if is_set]
-
-
-@contextlib.contextmanager
-def _file_of(data: Any) -> Iterator[IO[str]]:
-    """Yield a memory file with JSON data, to be read from its beginning."""
-    with open(os.memfd_create("safetune-settings", os.MFD_CLOEXEC), "w+") as file:
-        json.dump(data, file)
-        file.flush()
-        os.lseek(file.fileno(), 0, os.SEEK_SET)
-        yield file
 
 
 @contextlib.contextmanager

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from safetune import triton_internals
 from safetune.both import protocol
 from safetune.both.protocol import Answer, Budget, Prepare
-from safetune.errors import HandOverFailed, InvalidSetting, KernelNotTransferable, WorkerUnavailable
+from safetune.errors import InvalidSetting, KernelNotTransferable, WorkerUnavailable
 from safetune.isolation import child_handle
 from safetune.isolation.child_handle import START_S, Child, ChildFailed, idle, start_job
 from safetune.isolation.fork_server import COMPILER, plain_server, server
-from safetune.messages import logger
 from safetune.outcome import CLEAN, TRANSIENT, Group, Outcome, OutputReport, Verdict
 
 
@@ -24,64 +23,48 @@ class TorchNeeded(Exception):
     """A child without torch could not do a job; the next child has torch."""
 
 
-_measuring: weakref.WeakSet[MeasuringChild] = weakref.WeakSet()
-
-
+@dataclass(eq=False)
 class MeasuringChild:
     """The measuring child of one call on one device, replaced after each outcome that is not clean.
 
     Args:
         call: the packed call, whose files have the descriptors `fds`.
         run_timeout_s: for one job.
-        on_host: returns the same call without shared device memory, for a child that could not map
-            it or that ran out of memory beside it.
         fresh: do not reuse the child of an earlier tuning.
         with_torch: use a child with torch; without it, a call may turn out to need one.
     """
 
-    def __init__(
-        self,
-        call: Prepare,
-        fds: tuple[int, ...],
-        run_timeout_s: float,
-        on_host: Callable[[], tuple[Prepare, tuple[int, ...]]],
-        fresh: bool = False,
-        with_torch: bool = True,
-    ) -> None:
-        self._call = call
-        self._fds = fds
-        self._timeout_s = run_timeout_s
-        self._fresh = fresh
-        self.with_torch = with_torch
-        self._on_host = on_host
-        self._child: Child | None = None
-        self._coming: Future[Child] | None = None
-        self._interrupted = ""
-        _measuring.add(self)
+    call: Prepare
+    fds: tuple[int, ...]
+    run_timeout_s: float
+    fresh: bool = False
+    with_torch: bool = True
+    _child: Child | None = field(default=None, init=False)
+    _coming: Future[Child] | None = field(default=None, init=False)
 
     def begin(self) -> None:
         """Start the child while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
-        fds: list[int] = []
-        with contextlib.ExitStack() as opened:
-            for fd in self._fds:  # the tuning may be over, and its files closed, before this is
-                fds.append(os.dup(fd))
-                opened.callback(os.close, fds[-1])
-            copies = opened.pop_all()
+        # The tuning may be over, and its files closed, before the child is ready.
+        fds = tuple(map(os.dup, self.fds))
+
+        def close() -> None:
+            for fd in fds:
+                os.close(fd)
 
         def prepare() -> None:
             try:
-                coming.set_result(self._prepared(tuple(fds)))
+                coming.set_result(self._prepared(fds))
             except BaseException as error:
                 coming.set_exception(error)
             finally:
-                copies.close()
+                close()
 
         thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started; the first job starts the child
-            copies.close()
+            close()
         else:
             self._coming = coming
 
@@ -89,7 +72,7 @@ class MeasuringChild:
         """Return the child once it is ready for a job; raises `WorkerUnavailable`."""
         if self._child is None:
             coming, self._coming = self._coming, None
-            self._child = self._prepared(self._fds) if coming is None else coming.result()
+            self._child = self._prepared(self.fds) if coming is None else coming.result()
         return self._child
 
     def spec_of(self, config: int) -> tuple[Outcome, bytes]:
@@ -138,13 +121,12 @@ class MeasuringChild:
         found: dict[int, Outcome] = {}
         child = self.wait()
         for config, budget in budgets.items():
-            child.send(protocol.Measure(config, budget), timeout_s=self._timeout_s)
+            child.send(protocol.Measure(config, budget), timeout_s=self.run_timeout_s)
         for config in budgets:
             try:
-                answer, _ = child.answer(self._timeout_s)
+                answer, _ = child.answer(self.run_timeout_s)
             except ChildFailed:
                 self._child = None
-                self._check_interrupted()
                 break
             if answer.outcome.timing is None or answer.torch:
                 self.replace()
@@ -169,16 +151,9 @@ class MeasuringChild:
             self.replace()
             return
         with contextlib.suppress(ChildFailed):
-            self._child.ask(protocol.Release(), timeout_s=self._timeout_s)
-            idle.keep(_measures_on(self._call.index, self.with_torch), self._child)
+            self._child.ask(protocol.Release(), timeout_s=self.run_timeout_s)
+            idle.keep(_measures_on(self.call.index, self.with_torch), self._child)
         self._child = None
-
-    def interrupt(self, reason: str) -> None:
-        """Kill the child during a job; the tuning ends with `WorkerUnavailable(reason)`."""
-        child = self._child
-        if child is not None:
-            self._interrupted = reason
-            child.interrupt()
 
     def _ask(self, job: protocol.OfCall, limit_s: float | None = None) -> tuple[Answer, bytes]:
         answer, blob = self._answered(job, limit_s)
@@ -193,26 +168,21 @@ class MeasuringChild:
     def _answered(self, job: protocol.Job, limit_s: float | None) -> tuple[Answer, bytes]:
         child = self.wait()
         try:
-            answer, blob = child.ask(job, timeout_s=limit_s or self._timeout_s)
+            answer, blob = child.ask(job, timeout_s=limit_s or self.run_timeout_s)
         except ChildFailed as failure:
             self._child = None
-            self._check_interrupted()
             return Answer(failure.outcome), b""
         if answer.outcome.verdict not in CLEAN:
             self.replace()
         return answer, blob
 
-    def _check_interrupted(self) -> None:
-        if self._interrupted:
-            raise WorkerUnavailable(self._interrupted) from None
-
     def _prepared(self, fds: tuple[int, ...]) -> Child:
-        index = self._call.index
+        index = self.call.index
         child_handle.check_device(index)
         with_torch = self.with_torch
         purposes = [_measures_on(index, kind) for kind in (True, False) if kind or not with_torch]
         child = None
-        for purpose in () if self._fresh else purposes:
+        for purpose in () if self.fresh else purposes:
             child = child or idle.take(purpose)
         if child is not None:
             try:  # the environment may have changed since
@@ -224,7 +194,7 @@ class MeasuringChild:
         child = child or Child(index < 0, index, forks, modules=modules)
         triton_internals.first_driver.wait()  # or the child would build it, too
         try:
-            answer, _ = child.ask(self._call, fds, timeout_s=max(START_S, self._timeout_s))
+            answer, _ = child.ask(self.call, fds, timeout_s=max(START_S, self.run_timeout_s))
             outcome, reason = answer.outcome, answer.outcome.message
             self.with_torch |= answer.torch
         except ChildFailed as failure:
@@ -232,11 +202,6 @@ class MeasuringChild:
         if outcome.ok:
             return child
         child.kill()
-        lacking = outcome.detail == HandOverFailed.__name__ or outcome.verdict in TRANSIENT
-        if lacking and self._call.layout.shared:
-            logger.debug("falling back to host memory for the arguments: %s", reason)
-            self._call, self._fds = self._on_host()
-            return self._prepared(self._fds)
         if outcome.detail == InvalidSetting.__name__:
             raise InvalidSetting(reason)
         passes = outcome.killed or outcome.verdict in TRANSIENT
@@ -252,12 +217,6 @@ def _measures_on(index: int, with_torch: bool) -> str:
 def _kill_unwanted(coming: Future[Child]) -> None:
     if coming.exception() is None:
         coming.result().kill()
-
-
-def interrupt(reason: str) -> None:
-    """End all measurements of this process; the tunings raise `WorkerUnavailable(reason)`."""
-    for measuring in list(_measuring):
-        measuring.interrupt(reason)
 
 
 def drop_idle(index: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -50,7 +50,6 @@ class Described:
     It acts as the back end of an absent device, as far as a launch needs one.
     """
 
-    hidden: ClassVar[Mapping[str, str]] = {}
     torch_type: ClassVar[str] = "meta"
     needs_torch: ClassVar[bool] = False
 

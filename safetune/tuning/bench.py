@@ -75,7 +75,6 @@ class LaunchBench:
         phases: of the tuning.
         grids: the launch grid of each config.
         effects: the kernel's writes according to its text.
-        notes: what to report to the user, one sentence per finding.
     """
 
     #: Whether the tuning waits for its turn without the caller's arguments, and goes on beside the
@@ -116,7 +115,6 @@ class LaunchBench:
         opened.callback(inputs.close)
         drawn = ", ".join(inputs.regenerated)
         self._marks = (*([Mark.REGENERATED.of(drawn)] if drawn else ()), *request.marks)
-        self.notes = inputs.notes
         prepare = Prepare(
             packed=packed,
             layout=inputs.layout,
@@ -127,17 +125,12 @@ class LaunchBench:
             view=caller_view.packed(tensors.tensors) if request.has_hooks else b"",
         )
 
-        def on_host() -> tuple[Prepare, tuple[int, ...]]:
-            inputs.move_to_host()
-            return replace(prepare, layout=inputs.layout), (inputs.fd,)
-
         return MeasuringChild(
             prepare,
             (inputs.fd, *inputs.shared_fds),
             request.limits.run_timeout_s,
             fresh=self._fresh,
             with_torch=self._with_torch or bool(_NAMES_TORCH.search(packed)),
-            on_host=on_host,
         )
 
     def __enter__(self) -> Self:

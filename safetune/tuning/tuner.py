@@ -359,7 +359,6 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
                 compiling.enter_context(single_flight.compiling(tuning.store, budget))
             device.enter_context(device_lock(call.index))
         with made or LaunchBench(tuning.request, phases) as bench:
-            tuning.notes.extend(bench.notes)
             request, outcomes = tuning.request, tuning.outcomes
             batches: Iterable[Sequence[int]] = _batches(tuning)
             if request.budget is not None:

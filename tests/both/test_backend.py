@@ -95,7 +95,7 @@ class TestWithABackend:
             sees = child_handle.start_job(gpu_blind=False).environment
             blind = child_handle.start_job(gpu_blind=True).environment
         assert sees["FAKE_VISIBLE_DEVICES"] == "1,0"
-        assert blind["FAKE_VISIBLE_DEVICES"] == blind["CUDA_VISIBLE_DEVICES"] == ""
+        assert blind["CUDA_VISIBLE_DEVICES"] == ""
 
     def test_its_name_is_in_the_key(self) -> None:
         properties = {"multiprocessor_count": 4, "max_shared_mem": 65536}
@@ -126,30 +126,23 @@ class TestWithABackend:
         assert released == [3]
 
     @pytest.mark.parametrize(
-        ("size", "free", "room", "told"),
+        ("size", "free", "room"),
         [
-            (1 << 20, 20 << 30, 18 << 30, ""),
-            (1 << 20, 600 << 20, 0, ""),
-            (
-                6 << 30,
-                10 << 30,
-                3 << 30,
-                "3 GiB of its 6 GiB of arguments are copied through host",
-            ),
-            (6 << 30, 7 << 30, 0, "two copies need 13 GiB and device 0 has 7 GiB free"),
-            (6 << 30, 40 << 30, 33 << 30, ""),
+            (1 << 20, 20 << 30, 18 << 30),
+            (1 << 20, 600 << 20, 0),
+            (6 << 30, 10 << 30, 3 << 30),
+            (6 << 30, 7 << 30, 0),
+            (6 << 30, 40 << 30, 33 << 30),
         ],
     )
     def test_how_much_of_a_second_copy_has_room_on_the_device(
-        self, size: int, free: int, room: int, told: str
+        self, size: int, free: int, room: int
     ) -> None:
         memory = backend.Memory(free=free, total=80 << 30, unused=0)
         with launching_on(FakeBackend(memory=lambda index: memory)):
-            found, note = memory_budget.check_device(0, size, {"x": size}, lambda index: None)
+            found = memory_budget.check_device(0, size, {"x": size}, lambda index: None)
         assert abs(found - room) <= 1 << 30
         assert found <= max(0, free - size)
-        assert told in note
-        assert bool(told) == bool(note)
 
     def test_every_thread_finds_it(self) -> None:
         """A tuning in the background runs in a thread of its own."""

@@ -63,7 +63,6 @@ CALLS: dict[str, Callable[[Driver], object]] = {
     "unmap": lambda driver: driver.unmap(1, 1),
     "stream": lambda driver: driver.stream(0),
     "wait": lambda driver: driver.wait(0),
-    "drop_stream": lambda driver: driver.drop_stream(1),
     "capture": lambda driver: driver.capture(1, lambda: None),
     "replay": lambda driver: driver.replay(1),
     "drop_graph": lambda driver: driver.drop_graph(1),

@@ -181,7 +181,6 @@ def test_every_slice_is_compared() -> None:
         other = one.clone()
         other.view(-1)[place] += 10.0
         assert not same(other, one, slice_size=10)
-        assert compare.spread(other, one, slice_size=10) == pytest.approx(10.0)
     assert same(one.transpose(0, 2).clone(), one.transpose(0, 2), slice_size=10)
 
 
@@ -219,7 +218,6 @@ def test_types_that_torch_hardly_knows_are_compared_by_their_bits(dtype: torch.d
     assert same(other, one)
     other.view(torch.uint8)[17] += 3
     assert not same(other, one)
-    assert compare.spread(other, one) > 0
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 2)])

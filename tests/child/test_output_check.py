@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -181,9 +182,20 @@ class TestResults:
         assert trial.run(double).group == 0
         other = trial.run(lambda out, x: out.copy_(2 * x + 1))
         assert other.group == 2
-        assert other.difference == "out differs by up to 1"
+        assert re.fullmatch(r"out differs by [\d.]+ times its typical size", other.difference)
         trial.fresh()
         assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 2
+
+    def test_a_small_difference_is_told_of_the_tensor_that_has_it(self) -> None:
+        trial = Trial(torch.zeros(N), torch.randn(N), torch.zeros(8))
+
+        def fill(part: torch.Tensor, value: float, out: torch.Tensor, x: torch.Tensor) -> None:
+            double(out, x)
+            part.fill_(value)
+
+        trial.run(lambda out, x, part: fill(part, 1.0, out, x))
+        other = trial.run(lambda out, x, part: fill(part, 1.001, out, x))
+        assert other.difference == "part differs by a few units in the last place"
 
     def test_another_child_makes_a_result_again_to_compare_with(self, trial: Trial) -> None:
         """Only where they differ: the same bits are known by their checksum."""
@@ -212,8 +224,11 @@ class TestResults:
         trial.arguments.restore()
         assert not trial.arguments.tensors[0].any()
 
-    def test_of_many_large_results_the_first_are_held(self, trial: Trial) -> None:
-        trial.fresh(held_bytes=0)
+    def test_of_many_large_results_the_first_are_held(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(results, "HELD_BYTES", 0)
+        trial.fresh()
         count = results.LEAST_HELD + 2
         first = [
             trial.run(lambda out, x, value=value: out.fill_(value + 1)) for value in range(count)
@@ -443,7 +458,7 @@ class TestReference:
     def test_a_result_that_differs_from_the_reference_is_wrong(self, trial: Trial) -> None:
         trial.check.expect({"out": 2 * trial.arguments.tensors[1]}, "reference=")
         assert trial.run(double).group == 0
-        with pytest.raises(WrongResult, match="out differs from the reference by up to 0"):
+        with pytest.raises(WrongResult, match="out differs from the reference by 0"):
             trial.run(lambda out, x: out.copy_(2 * x + 0.5))
 
     @pytest.mark.parametrize(

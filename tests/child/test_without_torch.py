@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune.both.protocol import Budget, Prepare
-from safetune.errors import WorkerUnavailable
+from safetune.errors import KernelNotTransferable, WorkerUnavailable
 from safetune.inputs import kernel_pickle
 from safetune.inputs.call import Call, Hooks
 from safetune.inputs.snapshot import Snapshot
@@ -136,13 +136,8 @@ class Device:
         effects = effects_of(kernel)
         job = Prepare(blob, snapshot.layout, 0, grids, effects, backend="cuda")
 
-        def moved() -> tuple[Prepare, tuple[int, ...]]:
-            with stub.holding_tensors():
-                snapshot.move_to_host()
-            return replace(job, layout=snapshot.layout), (snapshot.fd,)
-
         fds = (snapshot.fd, *snapshot.shared_fds)
-        child = MeasuringChild(job, fds, 60.0, with_torch=False, on_host=moved)
+        child = MeasuringChild(job, fds, 60.0, with_torch=False)
         self._made += [child.replace, snapshot.close]
         return child
 
@@ -420,16 +415,13 @@ def test_a_launch_gets_its_scratch_memory(device: Device) -> None:
     assert outcome.ok, outcome
 
 
-@pytest.mark.parametrize("refused", ["", "cuMemImportFromShareableHandle"])
 def test_arguments_in_memory_of_the_device(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second child finds the same bits; what the driver of a child refuses, the file holds."""
+    """A second child finds the same bits."""
     log = tmp_path / "log"
     child = device.child(add_kernel, configs=2, shared=True)
     monkeypatch.setenv("LIBCUDA_LOG", str(log))
-    if refused:
-        monkeypatch.setenv("LIBCUDA_FAIL", f"{refused}=801")
     outcome, report = measured(child)
     assert outcome.ok, outcome
     assert report is not None
@@ -440,7 +432,19 @@ def test_arguments_in_memory_of_the_device(
     assert again is not None
     assert again.group == report.new_group.number
     importing = {line for line in log.read_text().splitlines() if "cuMemImport" in line}
-    assert len(importing) == (0 if refused else 2)
+    assert len(importing) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(2, WorkerUnavailable), (801, KernelNotTransferable)]
+)
+def test_a_child_that_cannot_map_the_arguments_says_so(
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: int, raised: type[Exception]
+) -> None:
+    """A lack of memory passes."""
+    monkeypatch.setenv("LIBCUDA_FAIL", f"cuMemImportFromShareableHandle={error}")
+    with pytest.raises(raised, match="cuMemImportFromShareableHandle"):
+        measured(device.child(add_kernel, shared=True))
 
 
 def sums(arguments: dict[str, Any]) -> None:

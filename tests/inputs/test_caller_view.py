@@ -262,36 +262,6 @@ def test_a_hook_changes_a_tensor_that_is_no_leaf(tmp_path: Path) -> None:
     assert set(told.read_text().splitlines()) == {"False True"}
 
 
-PRECISION = """
-import torch, triton, triton.language as tl
-from safetune import safetune
-
-@triton.jit
-def kernel(y, n, BLOCK: tl.constexpr):
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + offset, 1.0, mask=offset < n)
-
-def told(arguments, **options):
-    with open("told", "a") as file:
-        file.write(torch.backends.cuda.matmul.fp32_precision + "\\n")
-
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-configs = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})]
-tuner, y = safetune(configs=configs, key=["n"], pre_hook=told)(kernel), torch.zeros(200)
-tuner[(4,)](y, 200)
-print(y.sum().item(), len(tuner.cache), set(open("told").read().split()))
-"""
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="newer than torch 2.8"
-)
-def test_the_newer_setting_of_float32_products(fresh_process: Any) -> None:
-    """torch raises where the older one is asked for once the newer one is set."""
-    done = fresh_process(PRECISION, env={"SAFETUNE_LOG": "quiet"}, warm=True)
-    assert done.stdout.split(maxsplit=2) == ["200.0", "1", "{'tf32'}\n"], done.stderr
-
-
 @pytest.mark.parametrize("names", ["reset_to_zero", "restore_value"])
 def test_tensors_that_require_gradients_are_reset(names: str, tmp_path: Path) -> None:
     def look(arguments: dict[str, Any], exception: Any) -> None:

@@ -550,14 +550,6 @@ class TestErrors:
         assert kernel_pickle.unpack(blob) is not helper_here
         assert kernel_pickle.unpack(blob)() == "here"
 
-    def test_an_open_file_is_not_sent_as_a_copy_of_its_text(self, tmp_path: Path) -> None:
-        (tmp_path / "notes").write_text("hello")
-        with (
-            open(tmp_path / "notes") as file,
-            pytest.raises(KernelNotTransferable, match=r"the open file .* cannot be sent"),
-        ):
-            kernel_pickle.pack(lambda: file.fileno(), "a hook")
-
     def test_code_keeps_the_name_of_its_file(self) -> None:
         """Also that of a function in a function: tracebacks and Triton look lines up by it."""
         packed = kernel_pickle.pack(helper_with_a_helper, "a hook", by_value=[helper_here])

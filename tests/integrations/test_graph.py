@@ -18,7 +18,7 @@ import safetune
 from safetune.integrations.graph import Watch, unmasked
 
 if TYPE_CHECKING:
-    from tests.capturing import Copies, Driver, Gate
+    from tests.capturing import Copies, Driver
 
 #: For anything that should happen soon; far more than it takes on a loaded machine.
 SOON_S = 60.0
@@ -155,31 +155,6 @@ class TestWatchdog:
         assert "a_function_that_blocks" in text
         assert "thread MainThread:" in text
         assert "test_it_shows_where_every_thread_is" in text
-
-    def test_it_ends_a_tuning_and_blames_no_config(
-        self,
-        copies: type[Copies],
-        driver: Driver,
-        gate: Gate,
-        tried: Callable[[], list[str]],
-        logged: Callable[[str], str],
-    ) -> None:
-        copy = copies(None, gate.hook())
-        tuning = threading.Thread(target=copy, args=(100,))
-        with pytest.warns(UserWarning) as caught:  # noqa: PT030, PT031 - two of them
-            tuning.start()
-            gate.reached()
-            with driver.capturing(7), Watch("decode", watchdog_s=0.01) as watch:
-                watch.begin()
-                logged("has taken more than")
-                tuning.join(SOON_S)
-        assert not tuning.is_alive()
-        assert any("took too long, so the tuning was given up" in str(w.message) for w in caught)
-        assert tried() == ["not_judged"], "what was measured before"
-        gate.open()
-        copy.tuner.cache.clear()
-        copy(100)
-        assert tried() == ["ok", "ok"]
 
     def test_it_keeps_quiet_about_a_short_capture(
         self, driver: Driver, caplog: pytest.LogCaptureFixture

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -48,10 +47,6 @@ def child() -> Iterator[Child]:
     started.kill()
 
 
-def _nothing_is_shared() -> NoReturn:
-    pytest.fail("no argument is in memory that could be shared")
-
-
 @contextmanager
 def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     """A measuring child with one call, and one config for each of these pre-hooks."""
@@ -72,33 +67,12 @@ def measuring(*hooks: Any, timeout_s: float = 60.0) -> Iterator[MeasuringChild]:
     snapshot = Snapshot(tensors.tensors)
     grids = [(1,)] * len(hooks)
     job = Prepare(blob, snapshot.layout, index=-1, grids=grids, effects=Effects())
-    made = MeasuringChild(job, (snapshot.fd,), timeout_s, _nothing_is_shared)
+    made = MeasuringChild(job, (snapshot.fd,), timeout_s)
     try:
         yield made
     finally:
         made.replace()
         snapshot.close()
-
-
-def test_a_child_that_cannot_map_a_device_s_memory_gets_the_copies_in_the_file() -> None:
-    with measuring(None) as plain:
-        memory = os.memfd_create("memory of a device")
-        layout = replace(plain._call.layout, shared=(("cuda:0", 4096),))
-        asked = []
-
-        def on_host() -> tuple[Prepare, tuple[int, ...]]:
-            asked.append(plain)
-            return plain._call, plain._fds
-
-        job, fds = replace(plain._call, layout=layout), (*plain._fds, memory)
-        made = MeasuringChild(job, fds, 60.0, on_host=on_host)
-        try:
-            assert made.measure(0, Budget())[0].verdict is Verdict.OK
-            assert made.measure(0, Budget())[0].verdict is Verdict.OK
-        finally:
-            made.replace()
-            os.close(memory)
-        assert len(asked) == 1
 
 
 def writer(path: Path) -> Callable[[Any], None]:
@@ -197,11 +171,6 @@ class TestAChild:
         outcome = caught.value.outcome
         assert outcome.stderr == "the last words"
         assert outcome.detail == "exit code 3"
-
-    def test_a_child_without_a_call_is_a_protocol_error(self, child: Child) -> None:
-        outcome = child.ask(Measure(0, BUDGET), timeout_s=60)[0].outcome
-        assert outcome.verdict is Verdict.PROTOCOL_ERROR
-        assert outcome.message == "no call was prepared"
 
     def test_reads_nothing_from_our_standard_input(self, child: Child) -> None:
         assert os.readlink(f"/proc/{child.pid}/fd/0") == os.devnull

@@ -22,7 +22,7 @@ from tests import programs
 
 # What the scripts begin with; each is a program of its own.
 PRELUDE = f"""
-import json, os, resource, signal, sqlite3, sys, threading, warnings
+import json, multiprocessing, os, resource, signal, sqlite3, sys, threading, warnings
 {programs.COPY}"""
 PRELUDE += """
 def run(kernel, n=100):
@@ -251,7 +251,8 @@ seen["threads that ended"] = len(ended)
 
 run(tuner(None, None), 85)
 server.stop()
-sys.frozen = True
+sys.executable = "/opt/app"
+multiprocessing.set_executable(sys.executable)
 seen["frozen"] = run(tuner(None, None), 88)
 while "its children have exited" in str(seen["frozen"]):  # seen while it ends
     seen["frozen"] = run(tuner(None, None), 88)
@@ -367,8 +368,6 @@ def test_only_a_python_is_started(
         fork_server._python()
     monkeypatch.setattr(spawn, "_python_exe", "/opt/app/bin/python3")
     assert fork_server._python() == "/opt/app/bin/python3", "named by the program"
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert fork_server._python() == "/opt/app/bin/python3"
 
 
 class TestOutput:

@@ -553,7 +553,6 @@ Result cuGraphInstantiateWithFlags(struct Graph **made, const struct Graph *grap
 }
 Result cuGraphDestroy(struct Graph *graph) { free(graph); return OK; }
 Result cuGraphExecDestroy(struct Graph *graph) { free(graph); return OK; }
-Result cuStreamDestroy_v2(uint64_t stream) { return OK; }
 Result cuGraphLaunch(struct Graph *graph, uint64_t stream) {
     BEGIN_ON_DEVICE;
     note(__func__);
