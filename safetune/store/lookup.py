@@ -209,12 +209,12 @@ class Lookup:
 
     def is_pulled(self, key: TuningKey) -> bool:
         """Whether the choices of the shared store, if there is one, have been pulled."""
-        return self.store.shared is None or self.store.shared.is_complete(space_of(key))
+        return self.store.shared is None or self.store.shared.puller(space_of(key)).is_complete
 
     def after_pull(self, key: TuningKey, work: Callable[[], object]) -> None:
         """Call `work` once they have been pulled, possibly from another thread."""
         if self.store.shared is not None:
-            self.store.shared.after_first_pull(space_of(key), work)
+            self.store.shared.puller(space_of(key)).after_first(work)
 
     def related(self, key: TuningKey) -> list[RelatedChoice]:
         """Return the choices for the key's kernel and device, of any call and toolchain."""
@@ -263,9 +263,7 @@ def open_lookup(settings: Settings) -> Lookup:
             backend = open_shared(shared)
         store, problem = _opened(where.database, frozen, settings.wait_s)
         if backend is not None:
-            store.shared = SharedLayer(
-                backend, store.connection, writes=not frozen, wait_s=settings.wait_s
-            )
+            store.shared = SharedLayer(backend, store.connection, writes=not frozen)
         lookup = _lookups[identity] = Lookup(store, settings.packs)
     problems = [where.warning(settings)]
     if problem is not None:
@@ -287,22 +285,16 @@ def _opened(path: Path, frozen: bool, wait_s: float) -> tuple[GuardedStore, Stor
 
     A process that is `frozen` writes nothing: where there is no database yet, it has an empty one.
     """
-    if frozen:
-        try:
-            path.lstat()
-            db_files.check(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return GuardedStore.in_memory(), None
-        except OSError:
-            pass  # opening the database reports the error
-        except StoreError as error:
-            return GuardedStore.in_memory(), error
     store = GuardedStore((ReadOnlyConnection if frozen else Connection)(path, wait_s))
     try:
+        if frozen:
+            with contextlib.suppress(OSError):  # opening the database reports it
+                db_files.check(path)
         store.connection.open()
     except Locked as error:
         store._reported |= {("read",), ("write",)}  # the warning says it
         return store, error
     except StoreError as error:
-        return GuardedStore.in_memory(), error
+        is_missing = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
+        return GuardedStore.in_memory(), None if frozen and is_missing else error
     return store, None

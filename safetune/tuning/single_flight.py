@@ -273,16 +273,10 @@ def _try(
 
 def _elected(plan: Plan, shared: SharedLayer, budget: WaitBudget) -> Election:
     """Wait until this node has the lease, or until the choice of another one is there."""
-    from safetune.store.shared.protocol import Claim
-
     key, declared = plan.request.key, plan.request.declared
     left_by_pruning = plan.request.by_digest
-    claim = Claim()
-
-    def waited_for() -> str:
-        return claim.later or f"another node, which tunes {key.kernel.name} for {key}"
-
-    for _ in budget.tries(waited_for, *_NODE_PAUSES_S):
+    waited_for = f"another node, which tunes {key.kernel.name} for {key}"
+    for _ in budget.tries(lambda: waited_for, *_NODE_PAUSES_S):
         claim = shared.claim(space_of(key), key.digest, declared, plan.due)
         lease, stored = claim.lease, claim.stored
         if stored is not None and stored.choice.config_digest in left_by_pruning:
@@ -296,14 +290,10 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
     every_s = lease.expires_after_s / 3
 
     def beat() -> None:
-        pause_s, sooner = every_s, pauses(*_NODE_PAUSES_S)
-        while not ended.wait(pause_s):
-            try:
+        while not ended.wait(every_s):
+            with contextlib.suppress(StoreError):  # it is tried again before it expires
                 if not lease.renew():
                     return  # another node tunes now; the first choice that is published counts
-                pause_s, sooner = every_s, pauses(*_NODE_PAUSES_S)
-            except StoreError:  # before it expires, also where a server is full for a moment
-                pause_s = min(next(sooner), every_s)
 
     if every_s < math.inf:
         with contextlib.suppress(RuntimeError):  # no thread can be started: no heartbeats

@@ -37,7 +37,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             tuned(opened.store, 1, 64)
             assert opened.store.shared is not None
             opened.store.shared.pull(SPACE)
-            opened.store.shared.flush()
             opened.store.close()
     yield cache
     lookup._lookups.clear()

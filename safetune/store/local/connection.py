@@ -1,8 +1,7 @@
 """One SQLite connection per store and process: opening it, sharing it, surviving a fork.
 
 The threads of a process share one connection under a lock. Every statement accesses one indexed row
-and takes microseconds, and a connection per thread would stay open after its thread ended. A thread
-that waits for another process to write does not hold the lock, so other threads can read.
+and takes microseconds, and a connection per thread would stay open after its thread ended.
 
 A connection is closed before a fork, and each side opens its own at its next use. An in-memory
 database cannot be reopened: a forked child starts with an empty one. A database that was deleted or
@@ -17,7 +16,6 @@ import math
 import os
 import sqlite3
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,17 +24,13 @@ from safetune import forks
 from safetune.errors import StoreError, from_signal_handler
 from safetune.messages import logger
 from safetune.store.local import opening
-from safetune.store.local.db_files import Damaged, Identity, Locked, identity, tries
-from safetune.store.local.locks import waited
+from safetune.store.local.db_files import Damaged, Identity, Locked, identity
 from safetune.store.local.rows import RecordError
 
 #: How long a use of a database waits for another process that has locked it, in seconds. Less where
 #: SAFETUNE_WAIT is less, but never under the second one: a transaction of another process is short.
 BUSY_TIMEOUT_S = 30.0
 _LEAST_TIMEOUT_S = 1.0
-
-#: The first and the longest pause of a writer between two tries, as SQLite's own while it waits.
-_PAUSES_S = (0.001, 0.1)
 
 #: How long a fork waits for a statement of another thread before it leaves the connection open.
 _FORK_WAIT_S = 1.0
@@ -52,18 +46,18 @@ _abandoned: list[sqlite3.Connection] = []
 class Connection:
     """The connection to one database file, or to an in-memory database if `path` is None.
 
-    After a wait for a lock fails, later uses try without waiting until one succeeds.
+    After a wait for a lock fails, later uses try without waiting until one can write.
     """
 
     def __init__(self, path: Path | None, wait_s: float = math.inf) -> None:
         """Connect at the first use.
 
         Args:
-            wait_s: SAFETUNE_WAIT: for all waits of this process together.
+            wait_s: SAFETUNE_WAIT.
         """
         self.path = path
-        self._wait_s = wait_s
-        self._gave_up: set[str] = set()
+        self._wait_s = max(_LEAST_TIMEOUT_S, min(BUSY_TIMEOUT_S, wait_s))
+        self._is_locked = False
         self._sqlite: sqlite3.Connection | None = None
         self._file: Identity = None
         self._prepare = opening.prepare
@@ -76,37 +70,25 @@ class Connection:
         """Yield the connection, exclusively, for plain SELECTs; raises `StoreError`."""
         with self._alone() as connection, self._failures("read"):
             yield connection
-            self._gave_up.discard("read")
 
     @contextlib.contextmanager
-    def transaction(
-        self, wait_s: float | None = None, durable: bool = False
-    ) -> Iterator[sqlite3.Connection]:
+    def transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """Run one transaction of plain statements, committed at the end; raises `StoreError`.
 
         Args:
-            wait_s: how long to wait for other writers; None: the rest of SAFETUNE_WAIT after
-                earlier waits.
             durable: at the end, it is on disk with everything written before.
         """
-        begin, limit_s = time.monotonic(), self._timeout_s("write to") if wait_s is None else wait_s
-        for last in tries(limit_s, *_PAUSES_S):
-            with (
-                self._alone() as connection,
-                self._failures("write to", begin, wait_s is None),
-                _synchronous(connection) if durable else contextlib.nullcontext(),
-            ):
-                try:
-                    begun = _begin(connection, must=last)
-                finally:
-                    connection.execute(_busy_timeout(self._timeout_s("read")))
-                if begun:
-                    if wait_s is None:
-                        self._gave_up.discard("write to")
-                        waited.add(time.monotonic() - begin)
-                    with opening.ending(connection):
-                        yield connection
-                    return
+        with (
+            self._alone() as connection,
+            self._failures("write to"),
+            _synchronous(connection) if durable else contextlib.nullcontext(),
+        ):
+            connection.execute("BEGIN IMMEDIATE")
+            if self._is_locked:
+                self._is_locked = False
+                connection.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
+            with opening.ending(connection):
+                yield connection
 
     def open(self) -> None:
         """Open the database now, not at the first use; raises `StoreError`."""
@@ -137,22 +119,19 @@ class Connection:
             if self.path is None:
                 connection = opening.in_memory()
             else:
-                wait_s = self._timeout_s("open")
-                connection, self._file = opening.connect(self.path, self._prepare, wait_s)
+                opened = opening.connect(self.path, self._prepare, self._timeout_s)
+                connection, self._file = opened
             self._prepare = opening.prepare
-            self._gave_up.discard("open")
         return connection
 
     @property
     def _name(self) -> str:
         return "in memory" if self.path is None else str(self.path)
 
-    def _timeout_s(self, action: str) -> float:
+    @property
+    def _timeout_s(self) -> float:
         """How long to wait now for a process that has locked the database."""
-        if action in self._gave_up:
-            return 0.0
-        left_s = self._wait_s - waited.seconds
-        return max(_LEAST_TIMEOUT_S, min(BUSY_TIMEOUT_S, left_s))
+        return 0.0 if self._is_locked else self._wait_s
 
     def _is_lost(self) -> bool:
         """Whether an open file is no longer reachable by name, so that writes are lost."""
@@ -164,16 +143,8 @@ class Connection:
             return False
 
     @contextlib.contextmanager
-    def _failures(
-        self, action: str, begin: float | None = None, lasting: bool = True
-    ) -> Iterator[None]:
-        """Turn any error of SQLite and sqlite-utils into one line that names the path.
-
-        Args:
-            begin: when the wait for a lock began; now if None.
-            lasting: whether the lock of another process is not waited for again.
-        """
-        begin = time.monotonic() if begin is None else begin
+    def _failures(self, action: str) -> Iterator[None]:
+        """Turn any error of SQLite and sqlite-utils into one line that names the path."""
         try:
             yield
         except RecordError:
@@ -186,15 +157,15 @@ class Connection:
                 self._prepare = opening.prepare_suspect
                 self._disconnect()
                 raise Damaged(message) from error
-            # A lock that could not be released: each write takes 10 s until a new connection.
-            if self.path is not None and (action == "read" or str(error) == "locking protocol"):
+            is_locked = isinstance(error, Locked) or str(error) == "database is locked"
+            # A new connection has a timeout of its own, and no lock that could not be released.
+            renews = is_locked or action == "read" or str(error) == "locking protocol"
+            if self.path is not None and renews:
                 self._disconnect()
-            if not (isinstance(error, Locked) or str(error) == "database is locked"):
-                raise StoreError(message) from error
-            if lasting:
-                self._gave_up |= {action, "open"} if action == "read" else {action}
-                waited.add(time.monotonic() - begin)
-            raise Locked(message) from error
+            if is_locked:
+                self._is_locked = True
+                raise Locked(message) from error
+            raise StoreError(message) from error
 
     def _disconnect(self) -> None:
         connection, self._sqlite = self._sqlite, None
@@ -239,22 +210,15 @@ class ReadOnlyConnection(Connection):
         """Yield the database for plain SELECTs; raises `StoreError`."""
         assert self.path is not None
         with self._failures("read"), contextlib.ExitStack() as opened:
-            connection = opening.connect_read_only(self.path, self._timeout_s("read"))
+            connection = opening.connect_read_only(self.path, self._timeout_s)
             opened.callback(connection.close)
-            self._gave_up.discard("read")
             yield connection
 
     @contextlib.contextmanager
-    def transaction(
-        self, wait_s: float | None = None, durable: bool = False
-    ) -> Iterator[sqlite3.Connection]:
+    def transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """Raise `StoreError`."""
         raise StoreError(f"the store {self.path} is open read-only")
         yield
-
-
-def _busy_timeout(wait_s: float) -> str:
-    return f"PRAGMA busy_timeout={wait_s * 1000:.0f}"
 
 
 @contextlib.contextmanager
@@ -265,18 +229,6 @@ def _synchronous(connection: sqlite3.Connection) -> Iterator[None]:
         yield
     finally:
         connection.execute("PRAGMA synchronous=NORMAL")
-
-
-def _begin(connection: sqlite3.Connection, must: bool) -> bool:
-    """Take the write lock, without waiting; False (or an error) while another process has it."""
-    connection.execute(_busy_timeout(0.0))
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if must or str(error) != "database is locked":
-            raise
-        return False
-    return True
 
 
 def _before_fork() -> None:

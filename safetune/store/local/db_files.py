@@ -118,7 +118,6 @@ class Location:
     directory: Path  # of the database
     network: str = ""  # the file system of the cache directory, if it is a network's
     choices: Path | None = None  # the cache directory, where it is the shared store by default
-    problem: str = ""  # why it is not, though it is on a network
 
     @property
     def database(self) -> Path:
@@ -137,9 +136,9 @@ class Location:
         shared = f", and all nodes share choices in {settings.cache_dir}" if self.choices else ""
         return (
             f"{settings.cache_dir} is on a network file system ({self.network}), where SQLite is "
-            f"not safe: safetune keeps its database in {self.directory} on this node{shared}"
-            f"{self.problem}. To choose other directories, set SAFETUNE_CACHE_DIR to one on a "
-            "local disk, and SAFETUNE_SHARED"
+            f"not safe: safetune keeps its database in {self.directory} on this node{shared}. To "
+            "choose other directories, set SAFETUNE_CACHE_DIR to one on a local disk, and "
+            "SAFETUNE_SHARED"
         )
 
 
@@ -159,18 +158,11 @@ def locate(
 
     name = f"safetune-{os.getuid()}-{encoding.digest(str(cache))[:16]}"
     directory = Path(tempfile.gettempdir()) / name
-    if settings.shared:
+    if settings.shared or not (writes or cache.exists()):
         return Location(directory, network)
-    try:
-        with contextlib.suppress(OSError):  # the shared store says that it cannot be written
-            if writes:
-                make_directory(cache / DATABASE_NAME)
-            elif cache.exists():
-                check(cache / DATABASE_NAME)
-            else:
-                return Location(directory, network)
-    except StoreError as error:
-        return Location(directory, network, problem=f"; choices are not shared: {error}")
+    with contextlib.suppress(OSError, StoreError):  # the shared store says what is wrong
+        if writes:
+            make_directory(cache / DATABASE_NAME)
     return Location(directory, network, choices=cache)
 
 
@@ -315,14 +307,12 @@ def pauses(first_s: float, most_s: float) -> Iterator[float]:
         pause_s = min(2 * pause_s, most_s)
 
 
-def tries(
-    wait_s: float, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
-) -> Iterator[bool]:
+def tries(wait_s: float, first_s: float, most_s: float) -> Iterator[bool]:
     """Yield, for each try, whether it is the last; sleep between tries, for `wait_s` in total."""
-    end = clock() + wait_s
+    end = time.monotonic() + wait_s
     for pause_s in pauses(first_s, most_s):
-        left_s = end - clock()
+        left_s = end - time.monotonic()
         yield left_s <= 0
         if left_s <= 0:
             return
-        time.sleep(max(0.0, min(pause_s, end - clock())))
+        time.sleep(max(0.0, min(pause_s, end - time.monotonic())))

@@ -167,7 +167,7 @@ class Waited:
             self.seconds += seconds
 
 
-#: The waits of this process, for tunings and for the lock of a database: SAFETUNE_WAIT bounds them.
+#: The waits of this process for tunings: SAFETUNE_WAIT bounds them.
 waited = Waited()
 
 forks.register("tuning", after_in_child=_held.clear)  # the locks are the parent's alone

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,10 +28,6 @@ APPLICATION_ID = 0x53465455
 VERSION = 8
 
 _TYPES = {"generation": "INTEGER", "created": "REAL"}
-
-#: The switch to WAL does not honour the busy timeout: tried this often, then left to the next open.
-_WAL_ATTEMPTS = 5
-_WAL_PAUSE_S = 0.01
 
 _STRANGERS = (
     "SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index') "
@@ -162,7 +157,8 @@ def prepare(connection: sqlite3.Connection) -> None:
         if not is_new:
             _check_schema(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
-    _switch_to_wal(connection, attempts=_WAL_ATTEMPTS if is_new else 1)
+    with contextlib.suppress(sqlite3.OperationalError):  # until the next open it is only slower
+        connection.execute("PRAGMA journal_mode=wal").fetchone()
     if is_new:
         _make_tables(connection)
 
@@ -249,13 +245,3 @@ def ending(connection: sqlite3.Connection) -> Iterator[None]:
         with contextlib.suppress(*SQLITE_ERRORS):
             connection.execute("ROLLBACK")
         raise
-
-
-def _switch_to_wal(connection: sqlite3.Connection, attempts: int) -> None:
-    """Ask for write-ahead logging; a database without it works, too, only slower."""
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(_WAL_PAUSE_S)
-        with contextlib.suppress(sqlite3.OperationalError):
-            connection.execute("PRAGMA journal_mode=wal").fetchone()
-            return

@@ -137,16 +137,6 @@ class Table:
         statement = f"INSERT OR {otherwise} INTO {self.name} ({names}) VALUES ({marks})"
         return connection.execute(statement, tuple(row.values())).rowcount > 0
 
-    def upsert(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> None:
-        """Write a row; it replaces one with its key in place."""
-        names, marks = ", ".join(row), ", ".join("?" * len(row))
-        changed = ", ".join(f"{name} = excluded.{name}" for name in row)
-        connection.execute(
-            f"INSERT INTO {self.name} ({names}) VALUES ({marks}) "
-            f"ON CONFLICT ({', '.join(self.primary_key)}) DO UPDATE SET {changed}",
-            tuple(row.values()),
-        )
-
     def put_if_absent(self, connection: sqlite3.Connection, row: Mapping[str, Scalar]) -> Any:
         """Write a row unless a valid one has its key; return that one's record, otherwise None."""
         if self.insert(connection, row, "IGNORE"):

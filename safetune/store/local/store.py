@@ -125,7 +125,7 @@ class Store:
         """Write a key, or refresh it."""
         row = self._put_keys[text(record.digest)] = KEY.seal(record)
         with self.connection.transaction() as connection:
-            KEY.upsert(connection, row)
+            KEY.insert(connection, row, "REPLACE")
 
     def put_trial(self, *records: TrialRecord, durable: bool = False) -> None:
         """Write outcomes of configs for one key, over earlier rows of the same generation.
@@ -144,7 +144,7 @@ class Store:
                     continue
                 if (merged := self._merged(connection, row, record)) is not record:
                     row = TRIAL.seal(merged)
-                TRIAL.upsert(connection, row)
+                TRIAL.insert(connection, row, "REPLACE")
 
     def drop_in_flight(self, record: TrialRecord) -> None:
         """Delete the row of a config that has begun to run but will have no outcome."""
@@ -333,7 +333,7 @@ class Store:
             for count in counts:
                 if (known := CALL.find(connection, text(count.key))) is not None:
                     counted = known.counted(known.count.plus(count))
-                    CALL.upsert(connection, CALL.seal(counted))
+                    CALL.insert(connection, CALL.seal(counted), "REPLACE")
 
     def calls(self) -> list[RecordedCall]:
         """Return the recorded calls in order."""

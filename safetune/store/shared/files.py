@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import re
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
@@ -48,17 +47,10 @@ _FILE = re.compile(
 
 #: Errors of a network file system for a file that another client has just changed or removed.
 _MISSES = {errno.ENOENT, errno.ESTALE, errno.EBUSY, errno.EIO, errno.EACCES, errno.ENOTDIR}
+_MISSES |= {errno.ELOOP}
 
 #: Its errors where it has no hard links.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-
-
-class _NotMounted(Exception):
-    """The share of a directory may not be mounted; the text says so, and `fix` what to do."""
-
-    def __init__(self, text: str, fix: str) -> None:
-        super().__init__(text)
-        self.fix = fix
 
 
 class RecordFiles(ABC):
@@ -75,24 +67,17 @@ class RecordFiles(ABC):
         """Return the location; no parameter or variable changes which store it is."""
         return self.location
 
-    @property
-    def is_connected(self) -> bool:
-        return False
-
     def names(self, namespace: str) -> set[Name]:
         with self._failures("read"):
             return set(self._listing(namespace, None))
 
-    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
+    def pull(self, namespace: str, names: Set[Name]) -> Iterator[list[StoredChoice]]:
         with self._failures("read"):
             listing = self._listing(namespace, {name.key for name in names})
-        wanted = sorted(names & listing.keys())
-        for start in range(0, len(wanted), _TOGETHER):
-            with self._failures("read"):
-                found = self._load(
-                    namespace, {n: listing[n] for n in wanted[start : start + _TOGETHER]}
-                )
-            yield from found
+            wanted = sorted(names & listing.keys())
+            for start in range(0, len(wanted), _TOGETHER):
+                together = wanted[start : start + _TOGETHER]
+                yield self._load(namespace, {name: listing[name] for name in together})
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         with self._failures("read"):
@@ -153,16 +138,15 @@ class RecordFiles(ABC):
         """The path of a record's file."""
 
     @abstractmethod
-    def _create(self, path: Any, data: bytes, is_record: Callable[[Any], object]) -> None:
-        """Write a file, in place of one that is not a record, and of no other."""
+    def _create(self, path: Any, data: bytes) -> None:
+        """Write a file unless there is one."""
 
     def _publish(self, namespace: str, record: StoredChoice) -> StoredChoice:
         name = name_of(record)
         path = self._path(namespace, file_name(record), name.key)
         if stored := self._read(path, namespace, name):
             return stored
-        data = encode(record).encode()
-        self._create(path, data, lambda path: self._read(path, namespace, name))
+        self._create(path, encode(record).encode())
         return self._read(path, namespace, name) or record
 
     @contextlib.contextmanager
@@ -175,7 +159,7 @@ class RecordFiles(ABC):
             refused = isinstance(error, PermissionError)
             refused = refused or getattr(error, "errno", None) in _UNWRITABLE
             kind = Unwritable if refused and action != "read" else StoreError
-            reason = str(error) if isinstance(error, _NotMounted) else driver_error(error)
+            reason = driver_error(error)
             raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
 
@@ -194,7 +178,7 @@ class Directory(RecordFiles):
         self._root = root / str(FORMAT)
 
     def _namespaces(self) -> list[str]:
-        return _namespace_entries(self._root)
+        return _entries(self._root)
 
     def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -205,7 +189,7 @@ class Directory(RecordFiles):
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, Path]:
         self._check_mounted()
         root = self._root / namespace
-        buckets = _namespace_entries(root) if keys is None else {key[:2] for key in keys}
+        buckets = _entries(root) if keys is None else {key[:2] for key in keys}
         paths = (root / bucket / file for bucket in buckets for file in _entries(root / bucket))
         return {name: path for path in paths if (name := name_in(path.name))}
 
@@ -214,7 +198,8 @@ class Directory(RecordFiles):
         place = self._root.parent
         if not place.exists() and not os.listdir(place.parent) and not place.parent.is_mount():
             problem = f"{place.parent} is empty, perhaps not mounted: create {place} first"
-            raise _NotMounted(problem, f"mkdir -p {place}, unless a share belongs there")
+            missing = StoreError(f"cannot use the shared store {self.location}: {problem}")
+            raise missing.with_fix(f"mkdir -p {place}, unless a share belongs there")
 
     def _read(self, path: Path, namespace: str, name: Name) -> StoredChoice | None:
         try:
@@ -224,7 +209,7 @@ class Directory(RecordFiles):
             return None
         return decoded(text, namespace, name)
 
-    def _create(self, path: Path, data: bytes, is_record: Callable[[Path], object]) -> None:
+    def _create(self, path: Path, data: bytes) -> None:
         self._check_mounted()
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -233,8 +218,7 @@ class Directory(RecordFiles):
             logger.info("%s is not a directory; leaving it unchanged: %s", path.parent, error)
             return
         with written_beside(path, data) as new:
-            if not give_name(new, path):
-                _mend(path, new, is_record)
+            give_name(new, path)
 
 
 class Objects(RecordFiles):
@@ -265,19 +249,17 @@ class Objects(RecordFiles):
         return f"{self._at[1].rstrip('/')}/{FORMAT}/{namespace}/{file}"
 
     def _listing(self, namespace: str, keys: Set[str] | None) -> dict[Name, str]:
-        try:
-            entries = self._files.ls(self._path(namespace, "", "").rstrip("/"), detail=True)
-        except FileNotFoundError:
-            return {}
-        small = [each["name"] for each in entries if _is_small(each)]
+        small = [each["name"] for each in self._entries(namespace) if _is_small(each)]
         return {name: path for path in small if (name := name_in(path.rpartition("/")[2]))}
 
     def _namespaces(self) -> list[str]:
+        return [each["name"].rstrip("/").rpartition("/")[2] for each in self._entries("")]
+
+    def _entries(self, namespace: str) -> list[dict[str, Any]]:
         try:
-            entries = self._files.ls(self._path("", "", "").rstrip("/"), detail=False)
+            return self._files.ls(self._path(namespace, "", "").rstrip("/"), detail=True)  # type: ignore[no-any-return]
         except FileNotFoundError:
             return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in entries]
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -300,38 +282,17 @@ class Objects(RecordFiles):
         except (FileNotFoundError, IsADirectoryError):
             return None
 
-    def _create(self, path: str, data: bytes, is_record: Callable[[str], object]) -> None:
-        try:
+    def _create(self, path: str, data: bytes) -> None:
+        with contextlib.suppress(FileExistsError):
             self._files.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            if not is_record(path):
-                self._files.pipe_file(path, data)
 
 
 def _is_small(facts: Mapping[str, Any]) -> bool:
     return (facts.get("size") or 0) <= MAX_BYTES
 
 
-def _mend(path: Path, temporary: Path, is_record: Callable[[Path], object]) -> None:
-    """Put a record in place of a file that is not one, such as half of one, and of nothing else."""
-    try:
-        beginning(path, 1)
-    except (OSError, PackError) as error:
-        logger.info("%s is not a record; leaving it unchanged: %s", path, error)
-        return
-    if is_record(path):
-        return
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.old")
-    with contextlib.suppress(FileNotFoundError):  # another node has moved it
-        path.rename(aside)
-        if is_record(aside):  # another node has put it there meanwhile
-            give_name(aside, path)
-        aside.unlink()
-    give_name(temporary, path)
-
-
-def _namespace_entries(directory: Path) -> list[str]:
-    """What is in the directory of a namespace; raises `OSError` where the store does not answer."""
+def _entries(directory: Path) -> list[str]:
+    """What is in a directory; raises `OSError` where the store does not answer."""
     try:
         return os.listdir(directory)
     except OSError as error:
@@ -340,28 +301,16 @@ def _namespace_entries(directory: Path) -> list[str]:
         raise
 
 
-def _entries(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:
-        return []
-
-
-def give_name(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> bool:
-    """Give a finished file its name; False if another file has it."""
+def give_name(temporary: Path, path: Path, link: Callable[[Path, Path], None] = os.link) -> None:
+    """Give a finished file its name, unless another file has it."""
     try:
         link(temporary, path)
     except OSError as error:
-        # The reply was lost: NFS sends the request again, and finds the name taken.
-        if temporary.stat().st_nlink == 2:
-            return True
-        if error.errno in _NO_LINKS and not path.exists():
-            os.rename(temporary, path)
-            return True
-        if error.errno != errno.EEXIST and not path.exists():
+        if os.path.lexists(path):  # also if the reply was lost: NFS sends the request again
+            return
+        if error.errno not in _NO_LINKS:
             raise
-        return False
-    return True
+        os.rename(temporary, path)
 
 
 def file_name(record: StoredChoice) -> str:

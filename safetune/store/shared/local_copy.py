@@ -49,9 +49,9 @@ def copy_all(connection: Connection, store: SharedStore) -> None:
     """Copy all records of a store, for all devices and toolchains; raises `StoreError`."""
     for space in store.namespaces():
         missing = store.names(space) - copied(connection, space, store.identity)
-        records = [record for record in store.pull(space, missing) if not record.unknown]
-        if records:
-            adopt(connection, records, origin=store.identity)
+        for batch in store.pull(space, missing):
+            known = [record for record in batch if not record.unknown]
+            adopt(connection, known, origin=store.identity)
 
 
 def copied(connection: Connection, space: str, origin: str) -> set[Name]:
@@ -71,7 +71,6 @@ def own(connection: Connection, space: str) -> set[Name]:
 def adopt(
     connection: Connection,
     stored: Iterable[StoredChoice],
-    wait_s: float | None = None,
     origin: str = "",
 ) -> None:
     """Write choices made elsewhere, in one transaction; raises `StoreError`.
@@ -80,7 +79,7 @@ def adopt(
         origin: the shared store whose records they are, after `OWN` if this node made them.
     """
     sealed = [(KEY.seal(each.key), CHOICE.seal(each.choice)) for each in stored]
-    with connection.transaction(wait_s) as sqlite:
+    with connection.transaction() as sqlite:
         for key, choice in sealed:
             KEY.put_if_absent(sqlite, key)  # this node's row of a key has more in it
             CHOICE.insert(sqlite, {**choice, "origin": origin}, "REPLACE")

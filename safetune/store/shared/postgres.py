@@ -1,15 +1,16 @@
 """A shared store in PostgreSQL: two tables in the schema `safetune`, and leases between nodes.
 
 A connection is open for one task only, some milliseconds, and never while a node tunes. A server
-with no free connection, or that drops one, should be asked again (`protocol.TryLater`). TLS and all
-other connection options are libpq's: in the URL, in PG* variables, in ~/.pgpass. The first writer
-creates the tables, under an advisory lock; a reader never does.
+with no free connection is asked again for a few seconds. TLS and all other connection options are
+libpq's: in the URL, in PG* variables, in ~/.pgpass. The first writer creates the tables, under an
+advisory lock; a reader never does.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Set
+import re
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import psycopg
@@ -20,23 +21,39 @@ from psycopg.pq import Conninfo
 from safetune.errors import SafetuneError, StoreError
 from safetune.keys import encoding
 from safetune.settings import display_url, driver_error
+from safetune.store.local.db_files import tries
 from safetune.store.records import StoredChoice
-from safetune.store.shared.postgres_connect import CONNECT_FOR_S, connect, is_for_now
 from safetune.store.shared.protocol import (
     MAX_BYTES,
     Lease,
     Name,
-    TryLater,
     Unwritable,
     decoded,
     encode,
     name_of,
 )
 
+#: For what neither the URL nor a PG* variable sets: notice within seconds that a server is gone.
+_DEFAULTS = {"connect_timeout": "2", "fallback_application_name": "safetune"}
+_DEFAULTS |= {"keepalives_idle": "5", "keepalives_interval": "2", "keepalives_count": "2"}
+_DEFAULTS |= {"tcp_user_timeout": "5000"}
+
+#: What a server says that has no free connection or is starting, and what PgBouncer and other
+#: poolers say then. psycopg does not pass on the code of an error that ends the connecting.
+_FULL = re.compile(
+    "too many|remaining connection slots|no more connections|connections exceeded|max clients|"
+    "query_wait_timeout|starting up|not yet accepting",
+    re.IGNORECASE,
+)
+
+#: How long a full server is asked for a connection.
+FULL_FOR_S = 4.0
+_PAUSES_S = (0.1, 0.5)
+
 _TIMEOUT = "SET LOCAL statement_timeout = 5000"  # milliseconds
 
-#: Records are fetched in groups of this many: some MB.
-_TOGETHER = 2000
+#: Records are fetched in groups of this many.
+_TOGETHER = 200
 
 _UNWRITABLE = (
     errors.InsufficientPrivilege,
@@ -116,19 +133,15 @@ INSERT INTO safetune.version VALUES ({_VERSION});
 class Postgres:
     """The records in a database, see `protocol.SharedStore`. For one thread at a time."""
 
-    def __init__(
-        self, url: str, lease_s: float = 15.0, connect_for_s: float = CONNECT_FOR_S
-    ) -> None:
+    def __init__(self, url: str, lease_s: float = 15.0) -> None:
         """Read and write at a URL.
 
         Args:
             lease_s: how long a lease lasts that is not renewed.
-            connect_for_s: how long to try to connect where nothing answers.
         """
         self.location = display_url(url)
         self._url = url
         self._lease_s = lease_s
-        self._connect_for_s = connect_for_s
         self._connection: psycopg.Connection[Any] | None = None
 
     @property
@@ -143,21 +156,15 @@ class Postgres:
         named = [found.get(name) for name in ("service", "host", "hostaddr", "port", "dbname")]
         return f"{self.location} {encoding.digest(named)}"
 
-    @property
-    def is_connected(self) -> bool:
-        return self._connection is not None
-
     def names(self, namespace: str) -> set[Name]:
         return {Name(*row) for row in self._rows(_NAMES, namespace)}
 
-    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
+    def pull(self, namespace: str, names: Set[Name]) -> Iterator[list[StoredChoice]]:
         listed = sorted(names)
         for start in range(0, len(listed), _TOGETHER):
             columns = map(list, zip(*listed[start : start + _TOGETHER], strict=True))
-            for (text,) in self._rows(_PULL, *columns, namespace):
-                stored = decoded(text, namespace)
-                if stored is not None and name_of(stored) in names:
-                    yield stored
+            found = (decoded(text, namespace) for (text,) in self._rows(_PULL, *columns, namespace))
+            yield [stored for stored in found if stored and name_of(stored) in names]
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         for text, generation in self._rows(_GET, namespace, key, declared):
@@ -190,10 +197,10 @@ class Postgres:
         with self.writing() as connection:
             if not connection.execute(_CLAIM, (key, node, self._lease_s)).fetchone():
                 return None
-        return PostgresLease(self.again, key, node, self._lease_s)
+        return PostgresLease(self, key, node, self._lease_s)
 
     def again(self) -> Postgres:
-        return Postgres(self._url, self._lease_s, self._connect_for_s)
+        return Postgres(self._url, self._lease_s)
 
     def close(self) -> None:
         """Close the connection until the next use."""
@@ -214,37 +221,26 @@ class Postgres:
     def _transaction(self, action: str) -> Iterator[psycopg.Connection[Any]]:
         try:
             if self._connection is None:
-                self._connection = connect(self._url, self._connect_for_s)
+                self._connection = connect(self._url)
             with self._connection.transaction():
                 self._connection.execute(_TIMEOUT)
                 yield self._connection
         except BaseException as error:
-            is_dropped = self._connection is not None and self._connection.broken
             self.close()
             if isinstance(error, SafetuneError) or not isinstance(error, Exception):
                 raise
-            kind = StoreError
-            if is_for_now(error) or is_dropped:  # a new connection shows the reason
-                kind = TryLater
-            elif action != "read" and isinstance(error, _UNWRITABLE):
-                kind = Unwritable
+            refused = action != "read" and isinstance(error, _UNWRITABLE)
+            kind = Unwritable if refused else StoreError
             reason = driver_error(error)
             raise kind(f"cannot {action} the shared store {self.location}: {reason}") from error
 
 
 class PostgresLease:
-    """A row that says which node tunes a key. For any one thread at a time."""
+    """A row that says which node tunes a key."""
 
-    def __init__(
-        self,
-        opened: Callable[[], Postgres],
-        key: str,
-        owner: str,
-        expires_after_s: float,
-    ) -> None:
+    def __init__(self, store: Postgres, key: str, owner: str, expires_after_s: float) -> None:
         self.expires_after_s = expires_after_s
-        self._opened = opened
-        self._name = (key, owner)
+        self._store, self._name = store, (key, owner)
 
     def renew(self) -> bool:
         return self._execute(_RENEW, self.expires_after_s, *self._name) > 0
@@ -254,8 +250,28 @@ class PostgresLease:
 
     def _execute(self, statement: str, *parameters: Any) -> int:
         """Return how many rows the statement has changed."""
-        with contextlib.closing(self._opened()) as store, store.writing() as connection:
+        with contextlib.closing(self._store.again()) as store, store.writing() as connection:
             return connection.execute(statement, parameters).rowcount
+
+
+def connect(url: str) -> psycopg.Connection[Any]:
+    """Connect; if the server is full, retry for some seconds.
+
+    Any other refusal is final: another wrong password may lock the account.
+    """
+    given = {*conninfo_to_dict(url)}
+    # What a PG* variable or a service file sets.
+    given |= {o.keyword.decode() for o in Conninfo.get_defaults() if o.val != o.compiled}
+    options: dict[str, Any] = {n: v for n, v in _DEFAULTS.items() if n not in given}
+    options["client_encoding"] = "UTF8"  # also if the database has none, as under LANG=C
+    for last in tries(FULL_FOR_S, *_PAUSES_S):
+        try:
+            # No prepared statements: a pooler may give each transaction another server process.
+            return psycopg.connect(url, autocommit=True, prepare_threshold=None, **options)
+        except psycopg.OperationalError as error:
+            if last or not _FULL.search(str(error)):
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def _publish(

@@ -77,10 +77,6 @@ class Unwritable(StoreError):
     """The shared store can be read but not written: read-only, or full."""
 
 
-class TryLater(StoreError):
-    """The shared store exists but cannot answer now, for example with all connections in use."""
-
-
 class Lease(Protocol):
     """One node's right to tune a key, until it is released or expires."""
 
@@ -108,22 +104,17 @@ class NoLease:
 
 
 class Claim(NamedTuple):
-    """The right to tune a key, or another node's choice; neither while another node tunes it.
-
-    Also neither if the store must be asked later, as `later` says.
-    """
+    """The right to tune a key, or another node's choice; neither while another node tunes it."""
 
     lease: Lease | None = None
     stored: StoredChoice | None = None
-    later: str = ""
 
 
 class SharedStore(Protocol):
     """Choices of many nodes. The first valid record of a name is the choice.
 
-    Every method may block, and raises `StoreError`: `TryLater` if the store should only be asked
-    again. `publish` and `lease` raise `Unwritable` if the store is read-only. Stored data that is
-    not a valid record is treated as absent.
+    Every method may block, and raises `StoreError`. `publish` and `lease` raise `Unwritable` if the
+    store is read-only. Stored data that is not a valid record is treated as absent.
     """
 
     #: Its URL for messages, without a password.
@@ -133,20 +124,14 @@ class SharedStore(Protocol):
     def identity(self) -> str:
         """Return a text unique to this store, without a password."""
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the store has accepted this object's connection, and so exists, however slowly it
-        answers.
-        """
-
     def again(self) -> SharedStore:
         """Return an object for the same store, for use in another thread."""
 
     def names(self, namespace: str) -> set[Name]:
         """Return the names of all records in a namespace."""
 
-    def pull(self, namespace: str, names: Set[Name]) -> Iterator[StoredChoice]:
-        """Yield the records with these names, in any order."""
+    def pull(self, namespace: str, names: Set[Name]) -> Iterator[list[StoredChoice]]:
+        """Yield the records with these names, in any order, some hundred at a time."""
 
     def get(self, namespace: str, key: str, declared: str) -> StoredChoice | None:
         """Return the record of the highest generation for a key and a config list."""

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from safetune.messages import logger
 from safetune.store.local import locks
-from safetune.store.local.db_files import pauses
 from safetune.store.local.locks import KeyLock
-from safetune.store.shared.protocol import TryLater
 
 #: How long the first miss of a process waits for the first pull.
 FIRST_S = 2.0
@@ -27,9 +25,8 @@ FIRST_S = 2.0
 #: is the longest after a failure: some servers lock an account after a few wrong passwords.
 PAUSES_S = 5.0, 60.0
 
-#: How often to see whether another process has completed its first pull, or a full server answers.
+#: How often to see whether another process has completed its first pull.
 _LOOK_S = 0.05
-_LATER_S = (0.1, 2.0)
 
 
 class Puller:
@@ -48,11 +45,8 @@ class Puller:
         self._leader_name, self._first_name = f"pulls {name}", f"first pull of {name}"
         self._leader: KeyLock | None = None
         self._first: KeyLock | None = None
-        self._is_stopped = False
-        self._pause_s, self._later_s = 0.0, pauses(*_LATER_S)
-        self._wake = threading.Event()
+        self._stopped = threading.Event()
         self._complete, self._ended = threading.Event(), threading.Event()
-        self._waiting: list[threading.Event] = []
         self._changing = threading.Lock()
         self._after: set[Callable[[], object]] = set()
         self._until = time.monotonic() + FIRST_S
@@ -64,17 +58,9 @@ class Puller:
         """Whether the first pull of the node is complete."""
         return self._complete.is_set()
 
-    def wait(self) -> bool:
-        """Wait for the first pull until two seconds after its start; return whether it ended."""
-        return self._ended.wait(max(0.0, self._until - time.monotonic()))
-
-    def pull_now(self) -> None:
-        """Pull, in whichever process of the node does so, and wait at most two seconds for it."""
-        done = threading.Event()
-        with self._changing:
-            self._waiting.append(done)
-        self._wake.set()
-        done.wait(FIRST_S)
+    def wait(self) -> None:
+        """Wait for the first pull until two seconds after its start."""
+        self._ended.wait(max(0.0, self._until - time.monotonic()))
 
     def after_first(self, work: Callable[[], object]) -> None:
         """Call `work` once the first pull is complete; immediately if it already is."""
@@ -86,39 +72,29 @@ class Puller:
 
     def stop(self) -> None:
         """Stop pulling, and let another process pull."""
-        self._is_stopped = True
-        self._wake.set()
+        self._stopped.set()
 
     def _run(self) -> None:
-        while not self._is_stopped:
-            self._pause_s = self._take_turn()
-            self._wake.wait(self._pause_s)
-            self._wake.clear()
+        pause_s = 0.0
+        while not self._stopped.wait(pause_s):
+            pause_s = self._take_turn(pause_s)
         self._let_go()
         if self._leader is not None:
             self._leader.release()
 
-    def _take_turn(self) -> float:
-        """Pull if it is this process's turn; return how long to pause."""
-        with self._changing:
-            waiting, self._waiting = self._waiting, []
+    def _take_turn(self, last_s: float) -> float:
+        """Pull if it is this process's turn; return how long to pause, after `last_s`."""
+        if not self._leads():
+            return self._follow()
         try:
-            if not self._leads() and not waiting:
-                return self._follow()
             found_news = self._pull()
-            self._end_first()
-            self._later_s = pauses(*_LATER_S)
-            first_s, most_s = PAUSES_S
-            return first_s if found_news else min(max(first_s, 2 * self._pause_s), most_s)
-        except TryLater:
-            return next(self._later_s)
         except Exception as error:  # also a warning that the program has made an error
             logger.info("%s", error)
             self._ended.set()
             return PAUSES_S[1]
-        finally:
-            for each in waiting:
-                each.set()
+        self._end_first()
+        first_s, most_s = PAUSES_S
+        return first_s if found_news else min(max(first_s, 2 * last_s), most_s)
 
     def _leads(self) -> bool:
         """Whether this process is the one that pulls, from now on if no other is."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
-import time
 
-from safetune.store.local.connection import BUSY_TIMEOUT_S
 from safetune.store.local.store import Store
 
 
@@ -35,27 +32,6 @@ def test_a_reader_is_not_blocked_by_a_writer(store, records):
     assert store.choice("key") == records.choice()
     other.execute("ROLLBACK")
     other.close()
-
-
-def test_a_reader_is_not_blocked_by_a_thread_that_waits_to_write(store, records):
-    """Regression: it held what the threads of a process share, for as long as it waited."""
-    store.put_choice(records.choice())
-    other = sqlite3.connect(store.path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    tries = threading.Semaphore(0)
-    store.connection._sqlite.set_trace_callback(
-        lambda statement: tries.release() if statement.startswith("BEGIN") else None
-    )
-    writer = threading.Thread(target=store.put_trial, args=(records.trial("late"),))
-    writer.start()
-    tries.acquire()
-    begin = time.monotonic()
-    assert store.choice("key") == records.choice()
-    assert time.monotonic() - begin < BUSY_TIMEOUT_S / 2
-    other.execute("ROLLBACK")
-    other.close()
-    writer.join()
-    assert [each.config_digest for each in store.trials("key")] == ["late"]
 
 
 AFTER_FORK = """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -25,7 +26,7 @@ from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, TrialR
 from safetune.store.shared import layer, puller
 from safetune.store.shared.layer import SharedLayer
 from safetune.store.shared.opening import open_shared
-from safetune.store.shared.protocol import SharedStore, namespace
+from safetune.store.shared.protocol import Name, SharedStore, namespace
 from tests.store.children import ROOT, Children
 
 DEVICE = Device("interpreter", "cpu", 0, 0)
@@ -89,6 +90,11 @@ def tuned(
     trial = TrialRecord(key(number).digest, config(block), {"BLOCK": block}, 1, outcome, 1.0)
     store.put_trial(trial)
     store.put_choice(choice(number, block))
+
+
+def pulled(store: SharedStore, names: Set[Name], space: str = SPACE) -> list[StoredChoice]:
+    """Return the records with some names, of all batches."""
+    return list(itertools.chain.from_iterable(store.pull(space, names)))
 
 
 @pytest.fixture
@@ -190,7 +196,7 @@ def full() -> Iterator[Full]:
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[GuardedStore]:
     """A node's own store."""
-    opened = GuardedStore.open(tmp_path / "node")
+    opened = GuardedStore.open(tmp_path / "node", wait_s=0.0)
     yield opened
     opened.close()
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from safetune import safetune
-from safetune.store.shared import layer, puller
+from safetune.store.shared import layer, postgres, puller
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def launch(n: int) -> int:
 def process(node: int, home: Path, wait_s: float, url: str, commands: Any, answers: Any) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: gone with the launcher
-    layer.ANSWER_S = puller.FIRST_S = wait_s
+    layer.ANSWER_S = puller.FIRST_S = postgres.FULL_FOR_S = wait_s
     os.environ.update(HOME=str(home), SAFETUNE_CACHE_DIR=str(home / "cache"), SAFETUNE_SHARED=url)
     while (numbers := commands.recv()) is not None:
         begin = time.monotonic()

@@ -21,7 +21,7 @@ from safetune.store.shared.files import file_name
 from safetune.store.shared.opening import open_shared
 from safetune.store.shared.protocol import Name, SharedStore, name_of
 
-from .conftest import LIST, SPACE, Children, MakeLayer, choice, config, key, stored
+from .conftest import LIST, SPACE, Children, MakeLayer, choice, config, key, pulled, stored
 
 Spoil = Callable[[Name, str], None]
 
@@ -73,7 +73,7 @@ def spoil(kind: str, url: str, shared: Any) -> Spoil:
 def test_an_empty_store_has_no_records(shared: SharedStore) -> None:
     assert shared.names(SPACE) == set()
     assert shared.get(SPACE, key().digest, LIST) is None
-    assert list(shared.pull(SPACE, {name_of(stored())})) == []
+    assert pulled(shared, {name_of(stored())}) == []
 
 
 def test_published_records_are_there_for_every_node(url: str, shared: SharedStore) -> None:
@@ -82,8 +82,8 @@ def test_published_records_are_there_for_every_node(url: str, shared: SharedStor
     other = open_shared(url)
     names = other.names(SPACE)
     assert names == {name_of(record) for record in records}
-    assert sorted(other.pull(SPACE, names), key=name_of) == sorted(records, key=name_of)
-    assert list(other.pull(SPACE, {name_of(records[2])})) == [records[2]]
+    assert sorted(pulled(other, names), key=name_of) == sorted(records, key=name_of)
+    assert pulled(other, {name_of(records[2])}) == [records[2]]
     assert other.get(SPACE, key(3).digest, LIST) == records[3]
     assert other.names("another device") == set()
     other.close()
@@ -110,8 +110,8 @@ def test_each_config_list_has_its_own_choice(shared: SharedStore) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "half of it", "another one", "a directory's name"])
-def test_anything_but_a_record_is_a_miss_and_a_file_is_replaced(
-    shared: SharedStore, spoil: Spoil, kind: str, what: str
+def test_anything_but_a_record_is_a_miss_and_is_left_alone(
+    shared: SharedStore, spoil: Spoil, what: str
 ) -> None:
     record = stored()
     text = shared_record.encode(record)
@@ -127,10 +127,12 @@ def test_anything_but_a_record_is_a_miss_and_a_file_is_replaced(
     )
 
     assert shared.get(SPACE, key().digest, LIST) is None
-    assert list(shared.pull(SPACE, shared.names(SPACE))) == [stored(1)]
+    assert pulled(shared, shared.names(SPACE)) == [stored(1)]
     new = stored(block=128)
     assert shared.publish(SPACE, [new]) == [new]
-    assert shared.get(SPACE, key().digest, LIST) == (None if kind == "postgres" else new)
+    assert shared.get(SPACE, key().digest, LIST) is None
+    shared.forget(SPACE, {name_of(record)})
+    assert shared.publish(SPACE, [new]) == [new] == [shared.get(SPACE, key().digest, LIST)]
 
 
 def test_a_choice_of_a_newer_version_stays_and_is_not_used(
@@ -153,7 +155,7 @@ def test_a_choice_of_a_newer_version_stays_and_is_not_used(
 
     assert layer.publish(SPACE, stored(0, 64)) == stored(0, 64)
 
-    (found,) = [each for each in shared.pull(SPACE, shared.names(SPACE)) if each.unknown]
+    (found,) = [each for each in pulled(shared, shared.names(SPACE)) if each.unknown]
     assert shared_record.encode(found) == newer
 
 
@@ -177,7 +179,7 @@ for number in range(40):
     outputs = children.race(script, url, count=3)
     assert len(set(outputs)) == 1
     assert len(outputs[0].split()) == 40
-    found = {each.choice.key: each.choice for each in shared.pull(SPACE, shared.names(SPACE))}
+    found = {each.choice.key: each.choice for each in pulled(shared, shared.names(SPACE))}
     assert [found[key(n).digest].config["BLOCK"] for n in range(40)] == [
         int(block) for block in outputs[0].split()
     ]
@@ -245,7 +247,7 @@ def test_an_error_of_the_server_or_of_libpq_shows_no_password(url: str) -> None:
     """A library that takes a part of it for something else names that part."""
     postgres = pytest.importorskip("safetune.store.shared.postgres")
     with pytest.raises(StoreError) as caught:
-        postgres.Postgres(url, connect_for_s=0.0).names(SPACE)
+        postgres.Postgres(url).names(SPACE)
     assert not re.search("s3cr3t|TAIL|%73|%33", str(caught.value))
 
 
@@ -296,7 +298,7 @@ def test_a_record_in_the_namespace_of_another_device_is_absent(shared: SharedSto
     record, elsewhere = stored(), encoding.digest("another device")
     shared.publish(elsewhere, [record])
     assert shared.get(elsewhere, record.choice.key, LIST) is None
-    assert list(shared.pull(elsewhere, shared.names(elsewhere))) == []
+    assert pulled(shared, shared.names(elsewhere), elsewhere) == []
 
 
 def test_the_name_of_any_kernel_makes_a_valid_file_name() -> None:

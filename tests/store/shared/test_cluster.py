@@ -151,7 +151,6 @@ def test_another_node_takes_over_where_nothing_was_published(
             raise KeyboardInterrupt if how == "interrupted" else ValueError
         contended = Outcome(Verdict.OK, marks=(Mark.CONTENDED.value,))
         assert election.publish(best(request_, 1), contended) == best(request_, 1)
-    first.shared.flush()
     with (
         elect_cluster(Plan.read(request_, second), second, NOW) as election,
         pytest.raises(Busy),

@@ -17,14 +17,13 @@ psycopg = pytest.importorskip("psycopg", reason="the extra `postgres` has psycop
 
 from safetune.errors import StoreError  # noqa: E402
 from safetune.keys.tuning_key import key_digest  # noqa: E402
-from safetune.store.shared.postgres import Postgres  # noqa: E402
-from safetune.store.shared.postgres_connect import connect  # noqa: E402
+from safetune.store.shared.postgres import Postgres, connect  # noqa: E402
 from safetune.store.shared.protocol import (  # noqa: E402
     Unwritable,
     name_of,
 )
 
-from .conftest import LIST, SPACE, key, stored  # noqa: E402
+from .conftest import LIST, SPACE, key, pulled, stored  # noqa: E402
 
 ROLES = Path(__file__).parents[3] / "docs/examples/postgres_roles.sql"
 
@@ -238,7 +237,7 @@ class TestEncodings:
             assert store.publish(SPACE, [greek, stored(1)]) == [greek, stored(1)]
             names = store.names(SPACE)
             assert names == {name_of(greek), name_of(stored(1))}
-            assert {found.key.kernel_name for found in store.pull(SPACE, names)} == {
+            assert {found.key.kernel_name for found in pulled(store, names)} == {
                 name,
                 "add_kernel",
             }
