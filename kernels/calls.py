@@ -212,7 +212,7 @@ class NormCall:
         rows = [None if each is None else in_shape(each, self.rows) for each in (dy, x, dres)]
         operands = (rows[0], rows[1], weight, bias, *self.split(statistics), rows[2])
         options = (self.has_residual, self.is_rms_norm, self.x_dtype, False, self.num_groups)
-        (dx, dw, db, dres_in), launches = backward_rows(*operands, *options, deterministic=pinned)
+        (dx, dw, db, dres_in), launches = backward_rows(*operands, *options, pinned)
         given = (dy, x, statistics, weight, bias)
         if not pinned and _are_launched_as_they_are(*given, dres):
             self._remember_backward(given, dres, launches)
