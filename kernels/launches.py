@@ -184,21 +184,9 @@ def backward_plan(
     rows, columns = x.shape
     count = PINNED_SM_COUNT if pinned and x.device.type != "cpu" else sm_count(x.device)
     per_sm = _programs_per_sm(columns, sums, pinned)
-    return _plan(rows // num_groups, num_groups, count, per_sm, columns, x.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    rows: int, groups: int, sms: int, per_sm: float, columns: int, dtype: torch.dtype
-) -> GridPlan:
-    return plan_grid(
-        rows,
-        groups,
-        sms,
-        per_sm,
-        row_bytes=3 * columns * dtype.itemsize,
-        partial_bytes=4 * columns * statistics_dtype(dtype).itemsize,
-    )
+    row_bytes = 3 * columns * x.dtype.itemsize
+    partial_bytes = 4 * columns * statistics_dtype(x.dtype).itemsize
+    return plan_grid(rows // num_groups, num_groups, count, per_sm, row_bytes, partial_bytes)
 
 
 def backward_launch(
