@@ -29,10 +29,11 @@ def norm_rows(
 
     y is of the shape of `x`; so is residual_out, if it is stored.
     """
-    _, num_groups, _ = options
+    is_rms_norm, num_groups, pinned = options
     rows, added = as_rows(x, num_groups), residual_rows(residual, x, num_groups)
-    dtypes = (out_dtype, torch.float32 if residual_in_fp32 else None)
-    return forward_rows(rows, weight, bias, eps, added, *dtypes, *options, x.shape, joined)
+    residual_dtype = torch.float32 if residual_in_fp32 else None
+    flags = (out_dtype, residual_dtype, is_rms_norm, num_groups, pinned)
+    return forward_rows(rows, weight, bias, eps, added, *flags, x.shape, joined)
 
 
 def norm_forward(x, *options) -> Any:
