@@ -40,7 +40,8 @@ def figures(rows: Sequence[Row]) -> Figures:
         least = len(shortlist.shortest(keys, WITHIN))
         for words, keep in (("shortest", 0), ("third", max(least, declared // 3))):
             kept = shortlist.shortest(keys, WITHIN, keep)
-            held_out = shortlist.held_out(keys, WITHIN, [keep])[keep]
+            held_out = shortlist.held_out(keys, WITHIN, keep)
+            assert held_out is not None
             found |= {
                 f"{name}_{words}_kept": len(kept),
                 f"{name}_{words}_slower_mean": held_out.mean - 1,

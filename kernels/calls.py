@@ -169,16 +169,12 @@ class NormCall:
         """Return the means, None for RMS norm, and rstd."""
         return split_statistics(statistics, self.rows[0], self.is_rms_norm)
 
-    def known_backward(
-        self,
-        dy: Tensor,
-        dres: Tensor | None,
-        x: Tensor,
-        statistics: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> Gradients | None:
-        """Return (dx, dw, db, dres_in) as `layer_norm_bwd`; None for another call than before."""
+    def known_backward(self, dy: Tensor, dres: Tensor | None, *saved: Any) -> Gradients | None:
+        """Return (dx, dw, db, dres_in) as `layer_norm_bwd`; None for another call than before.
+
+        `saved` are the normalized tensor, the statistics, and the parameters.
+        """
+        x, statistics, weight, bias = saved
         stored_call = self._backward.get((dres is None, dres is dy))
         if stored_call is None or is_pinned(self.deterministic):
             return None
@@ -198,21 +194,14 @@ class NormCall:
                 return None
         return dx, dw, db, dx if self.has_residual and dres_in is None else dres_in
 
-    def backward(
-        self,
-        dy: Tensor,
-        dres: Tensor | None,
-        x: Tensor,
-        statistics: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> Gradients:
+    def backward(self, dy: Tensor, dres: Tensor | None, *saved: Any) -> Gradients:
         """Return what `known_backward` does, for any operands."""
+        x, statistics, weight, bias = saved
         pinned = is_pinned(self.deterministic)
         rows = [None if each is None else in_shape(each, self.rows) for each in (dy, x, dres)]
         operands = (rows[0], rows[1], weight, bias, *self.split(statistics), rows[2])
         options = (self.has_residual, self.is_rms_norm, self.x_dtype, False, self.num_groups)
-        (dx, dw, db, dres_in), launches = backward_rows(*operands, *options, deterministic=pinned)
+        (dx, dw, db, dres_in), launches = backward_rows(*operands, *options, pinned)
         given = (dy, x, statistics, weight, bias)
         if not pinned and _are_launched_as_they_are(*given, dres):
             self._remember_backward(given, dres, launches)

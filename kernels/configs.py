@@ -296,26 +296,10 @@ def _with_few_slices(configs: Sequence[Config], COLUMNS: int, enough: int) -> li
 
 
 def prune_backward_configs(
-    configs: Sequence[Config],
-    named_args: dict[str, Any],
-    *,
-    COLUMNS: int,
-    IN_PLACE: bool,
-    HAS_WEIGHT: bool,
-    HAS_BIAS: bool,
-    HAS_RESIDUAL_GRADIENT: bool,
-    **kwargs: Any,
+    configs: Sequence[Config], named_args: dict[str, Any], **kwargs: Any
 ) -> list[Config]:
     """Return those that `backward_configs` leaves on the current device."""
-    return backward_configs(
-        configs,
-        has_fast_memory(),
-        COLUMNS=COLUMNS,
-        IN_PLACE=IN_PLACE,
-        HAS_WEIGHT=HAS_WEIGHT,
-        HAS_BIAS=HAS_BIAS,
-        HAS_RESIDUAL_GRADIENT=HAS_RESIDUAL_GRADIENT,
-    )
+    return backward_configs(configs, has_fast_memory(), **kwargs)
 
 
 def has_fast_memory(device: int | None = None) -> bool:

@@ -61,10 +61,8 @@ def layer_norm_fwd(
     check_tensors(x=x)
     check_options(eps, num_groups)
     check_dtypes(out_dtype=out_dtype, residual_dtype=residual_dtype)
-    options = (out_dtype, residual_dtype, is_rms_norm, num_groups)
-    outputs, normalized, _ = forward_rows(
-        x, weight, bias, eps, residual, *options, deterministic=deterministic
-    )
+    options = (out_dtype, residual_dtype, is_rms_norm, num_groups, deterministic)
+    outputs, normalized, _ = forward_rows(x, weight, bias, eps, residual, *options)
     return outputs.y, outputs.mean, outputs.rstd, normalized
 
 
@@ -78,10 +76,9 @@ def forward_rows(
     residual_dtype: torch.dtype | None,
     is_rms_norm: bool,
     num_groups: int,
+    deterministic: bool | None,
     shape: Sequence[int] | None = None,
     joined: bool = False,
-    *,
-    deterministic: bool | None,
 ) -> tuple[ForwardOutputs, Tensor, Launch]:
     """Return the outputs, residual_out and the launch: see `layer_norm_fwd`.
 
@@ -128,7 +125,7 @@ def layer_norm_bwd(
     check_dtypes(x_dtype=x_dtype)
     operands = (dy, x, weight, bias, mean, rstd, dres)
     options = (has_residual, is_rms_norm, x_dtype, recompute_output, num_groups)
-    return backward_rows(*operands, *options, deterministic=deterministic)[0]
+    return backward_rows(*operands, *options, deterministic)[0]
 
 
 class BackwardLaunches(NamedTuple):
@@ -152,17 +149,11 @@ def backward_rows(
     x_dtype: torch.dtype | None,
     recompute_output: bool,
     num_groups: int,
-    *,
     deterministic: bool | None,
 ) -> tuple[tuple[Any, ...], BackwardLaunches]:
     """Return what `layer_norm_bwd` returns, and the launches."""
-    check_operands(
-        x,
-        num_groups,
-        {"dy": dy, "dres": dres},
-        {"weight": weight, "bias": bias},
-        {"mean": mean, "rstd": rstd},
-    )
+    matrices, vectors = {"dy": dy, "dres": dres}, {"weight": weight, "bias": bias}
+    check_operands(x, num_groups, matrices, vectors, {"mean": mean, "rstd": rstd})
     check_device(x)
     rstd = _checked_statistics(mean, rstd, is_rms_norm)
     operands = stored(dy=dy, x=x, weight=weight, bias=bias, mean=mean, rstd=rstd, dres=dres)

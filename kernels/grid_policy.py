@@ -16,7 +16,7 @@ bytes; runs aligned with tiles would differ by up to a whole tile of the tallest
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 
 #: The bytes that partial sums may move, relative to those of the rows, above one program per SM.
@@ -40,32 +40,8 @@ class GridPlan:
         """The number of programs, and so of partial sums."""
         return self.groups * self.programs_per_group
 
-    def owned_rows(self, program: int) -> range:
-        """Return the run of rows, counted within its group, that one program owns."""
-        return self._run(program, 0)
 
-    def owned_tiles(self, program: int, height: int, in_turns: bool = False) -> Iterator[range]:
-        """Yield the rows of each tile of one program, in order.
-
-        They are tiles of `owned_rows`, or, with `in_turns`, tiles beside the other programs' tiles.
-        """
-        programs = self.programs_per_group
-        rounds = self.rows // (programs * height) if in_turns else 0
-        for turn in range(rounds):
-            first = (turn * programs + program % programs) * height
-            yield range(first, first + height)
-        run = self._run(program, rounds * programs * height)
-        for first in range(run.start, run.stop, height):
-            yield range(first, min(first + height, run.stop))
-
-    def _run(self, program: int, taken: int) -> range:
-        """Return one program's share of the rows from `taken` on."""
-        index = program % self.programs_per_group
-        share, longer = divmod(self.rows - taken, self.programs_per_group)
-        first = taken + index * share + min(index, longer)
-        return range(first, first + share + (index < longer))
-
-
+@functools.lru_cache(maxsize=1024)
 def plan_grid(
     rows: int,
     groups: int,

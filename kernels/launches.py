@@ -82,37 +82,6 @@ _slice_count = functools.cache(slice_count)
 _programs_per_sm = functools.cache(programs_per_sm)
 
 
-def forward_outputs(
-    x: Tensor,
-    residual: Tensor | None,
-    out_dtype: torch.dtype | None,
-    residual_dtype: torch.dtype | None,
-    is_rms_norm: bool,
-    rows: int,
-    shape: Sequence[int] | None = None,
-    joined: bool = False,
-) -> ForwardOutputs:
-    """Allocate the forward kernel's outputs; y and the residual are of `shape`, or of x's shape."""
-    stored = residual.dtype if residual is not None else residual_dtype
-    stores_residual = residual is not None or stored not in (None, x.dtype)
-    inputs = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    dtype, count = statistics_dtype(inputs), 1 if is_rms_norm else 2
-    statistics = x.new_empty(count * -(-rows // 4) * 4, dtype=dtype) if joined else None
-    if statistics is None:
-        rstd = x.new_empty(rows, dtype=dtype)
-        mean = None if is_rms_norm else torch.empty_like(rstd)
-    else:
-        mean, rstd = split_statistics(statistics, rows, is_rms_norm)
-    shape = x.shape if shape is None else shape
-    return ForwardOutputs(
-        y=x.new_empty(shape, dtype=out_dtype),
-        mean=mean,
-        rstd=rstd,
-        residual=x.new_empty(shape, dtype=stored) if stores_residual else None,
-        statistics=statistics,
-    )
-
-
 def split_statistics(
     statistics: Tensor, rows: int, is_rms_norm: bool
 ) -> tuple[Tensor | None, Tensor]:
@@ -141,15 +110,26 @@ def forward_launch(
     y and the residual have the shape `shape`, by default x's.
     """
     rows, columns = x.shape
-    options = (out_dtype, residual_dtype, is_rms_norm, rows, shape, joined)
-    outputs = forward_outputs(x, residual, *options)
-    args = (x, residual, weight, bias, outputs.y, outputs.residual, outputs.mean, outputs.rstd)
+    stored = residual.dtype if residual is not None else residual_dtype
+    stores_residual = residual is not None or stored not in (None, x.dtype)
+    inputs = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    dtype, count = statistics_dtype(inputs), 1 if is_rms_norm else 2
+    statistics = x.new_empty(count * -(-rows // 4) * 4, dtype=dtype) if joined else None
+    if statistics is None:
+        rstd = x.new_empty(rows, dtype=dtype)
+        mean = None if is_rms_norm else torch.empty_like(rstd)
+    else:
+        mean, rstd = split_statistics(statistics, rows, is_rms_norm)
+    shape = x.shape if shape is None else shape
+    y = x.new_empty(shape, dtype=out_dtype)
+    residual_out = x.new_empty(shape, dtype=stored) if stores_residual else None
+    args = (x, residual, weight, bias, y, residual_out, mean, rstd, rows, eps)
     kwargs = {
         "COLUMNS": columns,
         "GROUPS": num_groups,
         "IS_RMS_NORM": is_rms_norm,
         "HAS_RESIDUAL": residual is not None,
-        "STORE_RESIDUAL": outputs.residual is not None,
+        "STORE_RESIDUAL": stores_residual,
         "HAS_WEIGHT": weight is not None,
         "HAS_BIAS": bias is not None,
     }
@@ -157,7 +137,8 @@ def forward_launch(
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (-(-rows // _tile_rows(meta["TILE_ELEMENTS"], columns)),)
 
-    return outputs, Launch(layer_norm_forward_kernel, grid, (*args, rows, eps), kwargs)
+    outputs = ForwardOutputs(y, mean, rstd, residual_out, statistics)
+    return outputs, Launch(layer_norm_forward_kernel, grid, args, kwargs)
 
 
 def few_rows_forward_launch(*operands: Any) -> tuple[ForwardOutputs, Launch]:
@@ -203,43 +184,9 @@ def backward_plan(
     rows, columns = x.shape
     count = PINNED_SM_COUNT if pinned and x.device.type != "cpu" else sm_count(x.device)
     per_sm = _programs_per_sm(columns, sums, pinned)
-    return _plan(rows // num_groups, num_groups, count, per_sm, columns, x.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    rows: int, groups: int, sms: int, per_sm: float, columns: int, dtype: torch.dtype
-) -> GridPlan:
-    return plan_grid(
-        rows,
-        groups,
-        sms,
-        per_sm,
-        row_bytes=3 * columns * dtype.itemsize,
-        partial_bytes=4 * columns * statistics_dtype(dtype).itemsize,
-    )
-
-
-def backward_outputs(
-    plan: GridPlan,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    stores_dres: bool,
-    x_dtype: torch.dtype | None,
-    recompute_output: bool,
-    columns: int,
-) -> BackwardOutputs:
-    """Allocate the backward kernel's outputs, for `x` of any shape."""
-    sizes, dtype = (plan.programs, columns), statistics_dtype(x.dtype)
-    return BackwardOutputs(
-        x=torch.empty_like(x, dtype=x_dtype),
-        residual=torch.empty_like(x) if stores_dres else None,
-        y=torch.empty_like(dy) if recompute_output else None,
-        weight_partials=None if weight is None else x.new_empty(*sizes, dtype=dtype),
-        bias_partials=None if bias is None else x.new_empty(*sizes, dtype=dtype),
-    )
+    row_bytes = 3 * columns * x.dtype.itemsize
+    partial_bytes = 4 * columns * statistics_dtype(x.dtype).itemsize
+    return plan_grid(rows // num_groups, num_groups, count, per_sm, row_bytes, partial_bytes)
 
 
 def backward_launch(
@@ -259,9 +206,16 @@ def backward_launch(
     """Return the outputs and the launch of `layer_norm_backward_kernel`; operands contiguous."""
     columns = x.shape[1]
     stores_dres = has_residual and x_dtype not in (None, x.dtype)
-    options = (stores_dres, x_dtype, recompute_output)
-    outputs = backward_outputs(plan, dy, x, weight, bias, *options, columns)
-    args = (dy, x, weight, bias, mean, rstd, dres, *outputs)
+    sizes, dtype = (plan.programs, columns), statistics_dtype(x.dtype)
+    outputs = BackwardOutputs(
+        x=torch.empty_like(x, dtype=x_dtype),
+        residual=torch.empty_like(x) if stores_dres else None,
+        y=torch.empty_like(dy) if recompute_output else None,
+        weight_partials=None if weight is None else x.new_empty(*sizes, dtype=dtype),
+        bias_partials=None if bias is None else x.new_empty(*sizes, dtype=dtype),
+    )
+    runs = (plan.rows, plan.programs_per_group)
+    args = (dy, x, weight, bias, mean, rstd, dres, *outputs, *runs)
     kwargs = {
         "COLUMNS": columns,
         "GROUPS": plan.groups,
@@ -279,8 +233,7 @@ def backward_launch(
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (programs * _slice_count(meta["TILE_ELEMENTS"], columns),)
 
-    runs = (plan.rows, plan.programs_per_group)
-    return outputs, Launch(layer_norm_backward_kernel, grid, (*args, *runs), kwargs)
+    return outputs, Launch(layer_norm_backward_kernel, grid, args, kwargs)
 
 
 def finalize_launch(
@@ -305,18 +258,6 @@ def finalize_launch(
     return (dw, db), Launch(layer_norm_finalize_kernel, grid, args, kwargs)
 
 
-def few_rows_outputs(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    stores_dres: bool,
-    x_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate (dx, dres_in, dw, db), the outputs of the backward kernel for few rows."""
-    dres_in = torch.empty_like(x) if stores_dres else None
-    return torch.empty_like(x, dtype=x_dtype), dres_in, *parameter_gradients(weight, bias)
-
-
 def few_rows_backward_launch(
     dy: Tensor,
     x: Tensor,
@@ -332,7 +273,8 @@ def few_rows_backward_launch(
     """Return the outputs and the launch of `few_rows_backward_kernel`; operands contiguous."""
     rows, columns = x.shape
     stores_dres = has_residual and x_dtype not in (None, x.dtype)
-    outputs = few_rows_outputs(x, weight, bias, stores_dres, x_dtype)
+    dx, dres_in = torch.empty_like(x, dtype=x_dtype), torch.empty_like(x) if stores_dres else None
+    outputs = (dx, dres_in, *parameter_gradients(weight, bias))
     flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     has_sums = any(flags.values())
     kwargs = {

@@ -23,46 +23,25 @@ from safetune.kernels.operands import as_rows, check_operands, residual_rows, st
 
 
 def norm_rows(
-    x,
-    weight,
-    bias,
-    residual,
-    eps,
-    out_dtype,
-    residual_in_fp32,
-    is_rms_norm,
-    num_groups,
-    pinned,
-    joined=False,
+    x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options, joined=False
 ) -> tuple[ForwardOutputs, Tensor, Launch]:
     """Return what `forward_rows` does, for any `x`.
 
     y is of the shape of `x`; so is residual_out, if it is stored.
     """
-    return forward_rows(
-        as_rows(x, num_groups),
-        weight,
-        bias,
-        eps,
-        residual_rows(residual, x, num_groups),
-        out_dtype,
-        torch.float32 if residual_in_fp32 else None,
-        is_rms_norm,
-        num_groups,
-        x.shape,
-        joined,
-        deterministic=pinned,
-    )
+    is_rms_norm, num_groups, pinned = options
+    rows, added = as_rows(x, num_groups), residual_rows(residual, x, num_groups)
+    residual_dtype = torch.float32 if residual_in_fp32 else None
+    flags = (out_dtype, residual_dtype, is_rms_norm, num_groups, pinned)
+    return forward_rows(rows, weight, bias, eps, added, *flags, x.shape, joined)
 
 
-def norm_forward(x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options) -> Any:
-    """Return (y, residual_out, mean, rstd).
+def norm_forward(x, *options) -> Any:
+    """Return (y, residual_out, mean, rstd) for the operands and options of `norm_rows`.
 
     residual_out is empty if it would be `x`; mean is empty for RMS norm.
     """
-    (y, mean, rstd, stored, _), _, _ = norm_rows(
-        x, weight, bias, residual, eps, out_dtype, residual_in_fp32, *options
-    )
+    (y, mean, rstd, stored, _), _, _ = norm_rows(x, *options)
     residual_out, mean = (x.new_empty(0) if each is None else each for each in (stored, mean))
     return y, residual_out, mean, rstd
 

@@ -34,7 +34,7 @@ def sum_columns(a, b):
 
 @triton.jit
 def owned_rows(index, rows, programs):
-    """Return the first and the end of a program's run: `GridPlan.owned_rows` on the device."""
+    """Return the first and the end of a program's run, as `grid_policy` divides the rows."""
     share = rows // programs
     longer = rows % programs
     first = index * share + tl.minimum(index, longer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetune.cli.emit import emit
 from safetune.cli.output import counted
 from safetune.show.tables import Block, Table, heading
-from safetune.show.words import about, left_out_data
+from safetune.show.words import left_out_data
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan
@@ -24,11 +24,10 @@ def print_plan(plan: Plan, left_out: Sequence[LeftOut]) -> None:
             "stored": tuning.stored,
             "to_measure": len(tuning.new),
             "share": tuning.share,
-            "estimate_s": tuning.estimate_s,
         }
         for tuning in plan.tunings
     ]
-    in_all = {name: getattr(plan, name) for name in ("configs", "stored", "estimate_s")}
+    in_all = {name: getattr(plan, name) for name in ("configs", "stored")}
     data = {"tunings": tunings, "to_measure": plan.new, **in_all}
     blocks = _blocks(plan, tunings, left_out)
     emit({**data, "left_out": left_out_data(left_out)}, blocks)
@@ -45,25 +44,18 @@ def _blocks(
         yield f"not tuned: {left.words}: {left.reason}"
 
 
-def _row(
-    *, key: str, to_measure: int, share: float | None, estimate_s: float | None, **shown: Any
-) -> dict[str, Any]:
+def _row(*, key: str, to_measure: int, share: float | None, **shown: Any) -> dict[str, Any]:
     return {
         **shown,
         "to measure": to_measure,
         "share": "" if share is None else f"{share * 100:.3g} %",
-        "time": "" if estimate_s is None else about(estimate_s),
     }
 
 
 def _in_all(plan: Plan) -> str:
     """Return the remaining work of a plan as one line."""
     kernels = len({tuning.kernel for tuning in plan.tunings})
-    parts = [
-        f"{counted(len(plan.tunings), 'tuning')} of {counted(kernels, 'kernel')}",
-        f"{counted(plan.configs, 'config')}, {plan.stored} stored, {plan.new} to measure",
-    ]
-    if plan.new and plan.estimate_s is not None:
-        least = "" if plan.is_estimated else "at least "
-        parts.append(f"{least}about {about(plan.estimate_s)}, as in earlier tunings")
-    return "; ".join(parts)
+    return (
+        f"{counted(len(plan.tunings), 'tuning')} of {counted(kernels, 'kernel')}; "
+        f"{counted(plan.configs, 'config')}, {plan.stored} stored, {plan.new} to measure"
+    )

@@ -56,9 +56,9 @@ def prune_command(target: str, within: float, keep: int | None, only: Filter) ->
     """Find a short list of configs that keeps every stored key fast, and print it as source.
 
     TARGET is package.module:kernel or file.py:kernel, or the name of a stored kernel. Uses the
-    stored keys of every device and dtype, weighted by their time in runs with SAFETUNE_MODE=record.
+    stored keys of every device and dtype.
     """
-    from safetune.offline import shares, shortlist
+    from safetune.offline import shortlist
 
     store = open_store()
     kernel = _kernel(target, store.kernels())
@@ -67,15 +67,13 @@ def prune_command(target: str, within: float, keep: int | None, only: Filter) ->
     newest = shortlist.of_newest(stored, name, digest)
     tried = {trial.config_digest: trial.config for _, trials in newest for trial in trials}
     configs = tried if kernel is None else _declared(kernel, tried)
-    keys = shortlist.measured_keys(newest, shares.times_ms(store.calls()), configs)
+    keys = shortlist.measured_keys(newest, configs)
     if not keys:
         raise TargetError(f"no config of {name} has worked for a stored key")
     found = shortlist.shortest(keys, within, keep or 0)
     untried = configs.keys() - tried.keys()
     kept = [digest for digest in configs if digest in found or digest in untried]
-    longer = sorted({n for n in (len(configs) // 3, len(configs) // 2) if n > len(found)})
-    costs = shortlist.held_out(keys, within, [keep] if keep else [0, *longer])
-    held_out = costs.pop(keep or 0, None)
+    held_out = shortlist.held_out(keys, within, keep or 0)
     data = {
         "kernel": name,
         "within": within,
@@ -92,11 +90,9 @@ def prune_command(target: str, within: float, keep: int | None, only: Filter) ->
         "devices": sorted({str(key.key.device["name"]) for key in keys}),
         "cost": vars(shortlist.cost(keys, found)),
         "held_out": held_out and vars(held_out),
-        "longer": [{"keep": n, "held_out": vars(cost)} for n, cost in costs.items()],
     }
     wins = shortlist.wins(keys)
-    by_time = len({key.weight for key in keys}) > 1
-    emit(data, _blocks(data, [wins[digest] for digest in kept], by_time))
+    emit(data, _blocks(data, [wins[digest] for digest in kept]))
 
 
 def _kernel(target: str, stored: Sequence[str]) -> OfflineKernel | None:
@@ -145,7 +141,7 @@ def _won(keys: Sequence[Measured], digest: str, kept: Iterable[str]) -> list[dic
     ]
 
 
-def _blocks(data: Mapping[str, Any], wins: Sequence[int], by_time: bool) -> Iterator[Block]:
+def _blocks(data: Mapping[str, Any], wins: Sequence[int]) -> Iterator[Block]:
     """Yield the number of remaining configs and its cost, the configs, and the list as source."""
     keys = counted(data["keys"], "key")
     yield (
@@ -155,23 +151,19 @@ def _blocks(data: Mapping[str, Any], wins: Sequence[int], by_time: bool) -> Iter
     costs = {
         "slower than with all configs": data["cost"],
         "on keys that the list was not made from": data["held_out"],
-        **{f"on such keys with --keep {n['keep']}": n["held_out"] for n in data["longer"]},
     }
     for what, cost in costs.items():
         if cost:
-            yield f"{what}: {_cost_words(**cost, by_time=by_time)}"
+            yield f"{what}: {_cost_words(**cost)}"
     yield from _config_blocks(data, wins)
     if data["dropped"]:
         sources = [f"    {config_source(config)}" for config in data["kept"]]
         yield verbatim("\n".join(["configs=[", *sources, "],"]))
 
 
-def _cost_words(
-    *, mean: float, weighted: float, worst: float, failed: int, by_time: bool, keys: int
-) -> str:
-    weighed = f"{weighted - 1:.2%} by recorded time, " * by_time
+def _cost_words(*, mean: float, worst: float, failed: int, keys: int) -> str:
     without = f"; {counted(failed, 'key')} would have no working config" * bool(failed)
-    return f"{mean - 1:.2%} in the geometric mean, {weighed}{worst - 1:.2%} at worst{without}"
+    return f"{mean - 1:.2%} in the geometric mean, {worst - 1:.2%} at worst{without}"
 
 
 def _config_blocks(data: Mapping[str, Any], wins: Sequence[int]) -> Iterator[Block]:

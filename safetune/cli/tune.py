@@ -200,10 +200,11 @@ def _recorded(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned
     stored, named = targets.recorded(store, options.target)
     if options.top is not None:
         stored = shares.top(stored, options.top)
-    found = replay.sort_out(stored, named, left_out)
-    left_out[:] = [left for left in left_out if left.failed or store.choice(left.call.key) is None]
+    found = replay.with_kernels(stored, named, left_out)
     _prepare([kernel for _, kernel in found], options)
-    return list(replay.sketches(found, options.device, options.force, left_out))
+    sketches = list(replay.sketches(found, options.device, options.force, left_out))
+    left_out[:] = [left for left in left_out if left.failed or store.choice(left.call.key) is None]
+    return sketches
 
 
 def _prepare(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> None:

@@ -56,7 +56,7 @@ def warm_command(
     with prints_to_stderr():
         if recorded:
             stored, kernels = targets.recorded(open_store(), target)
-            found = replay.sort_out(stored, kernels, left_out, shapes_only=True)
+            found = replay.with_kernels(stored, kernels, left_out)
             calls = replay.shapes(found, left_out)
         else:
             kernels = targets.kernels_of(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from platform import python_version
 from safetune.both import backend
 from safetune.errors import InvalidSetting
 from safetune.keys.text_facts import without_notes
-from safetune.lint.names import File, Files
+from safetune.lint.names import File, Files, file_at
 from safetune.lint.rules import RULES, Finding, findings_of
 from safetune.lint.tuners import MENTION, Tuner, tuners_in
 from safetune.messages import logger
@@ -34,20 +35,17 @@ def python_files(paths: Iterable[Path]) -> Iterator[Path]:
             raise InvalidSetting(f"{path} does not exist; give files or folders")
 
 
-def check(paths: Sequence[Path], rules: Collection[str] = (*RULES,)) -> tuple[list[Finding], int]:
+def check(paths: Sequence[Path], rules: Collection[str] = RULES) -> tuple[list[Finding], int]:
     """Return the findings of rules under some paths, by place, and the number of tuners."""
     findings: list[Finding] = []
     tuners = 0
     for path, tuner in _tuners(paths):
         tuners += 1
         with _left_out(f"{path}:{tuner.function.lineno}: {tuner.name}"):
-            selected = [
-                finding for finding in findings_of(tuner, str(path)) if finding.rule in rules
-            ]
-            findings += [finding for finding in selected if not _is_ignored(finding, tuner.file)]
-    return sorted(
-        set(findings), key=lambda f: (f.path, f.line, f.column, f.rule, f.message)
-    ), tuners
+            found = [each for each in findings_of(tuner, str(path)) if each.rule in rules]
+            findings += [each for each in found if not _is_ignored(each, tuner.file)]
+    place = operator.attrgetter("path", "line", "column", "rule", "message")
+    return sorted(set(findings), key=place), tuners
 
 
 def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
@@ -56,14 +54,14 @@ def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
 
 
 def _tuners(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
-    files = Files()
+    known: Files = {}
     with warnings.catch_warnings(), backend.no_collection(), without_notes():
         warnings.simplefilter("ignore")  # of the compiler, about the text of others
         for path in python_files(paths):
             tuners: list[Tuner] = []
             with _left_out(path):
                 if _mentions(path):
-                    file = files.file(path.resolve())
+                    file = file_at(path.resolve(), known)
                     if file is None:
                         raise SyntaxError(f"Python {python_version()} cannot read it")
                     tuners += tuners_in(file)

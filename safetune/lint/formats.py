@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 from safetune.lint.rules import Finding
@@ -18,8 +17,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def as_data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return findings as plain JSON data."""
-    names = [each.name for each in fields(Finding) if each.name != "ignored_at"]
-    return [{name: getattr(f, name) for name in names} for f in findings]
+    return [{n: value for n, value in vars(f).items() if n != "ignored_at"} for f in findings]
 
 
 def as_github(findings: Sequence[Finding]) -> str:

@@ -10,21 +10,20 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import functools
 import importlib
 import itertools
-import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any, TypeAlias
 
 from safetune.config import OPTION_DEFAULTS, shown_options
 from safetune.frozen import dataclass
 from safetune.keys.launch_usage import bindings
 from safetune.keys.source_text import (
     MISSING,
+    UNREADABLE,
     FunctionNode,
     last_name,
     package_of,
@@ -34,27 +33,16 @@ from safetune.keys.source_text import (
 )
 from safetune.keys.written_kernel import WrittenFunction, WrittenHeuristics, WrittenLayer
 
-#: The packages beside Python's own whose functions are not the user's.
-_TOOLCHAIN = frozenset({"torch", "numpy", "jax"})
 _JIT_OPTIONS = ("do_not_specialize", "launch_metadata", "repr")
-#: Methods that change a list or dict.
-_CHANGES = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "update"})
 #: The most items of a list that are looked at.
 _LONGEST = 20_000
 #: The parameters of `triton.Config`, in their order.
 POSITIONS = ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg", "pre_hook", "ir_override")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_IMPORTS = (ast.Import, ast.ImportFrom)
+_DEFINITIONS = (*_FUNCTIONS, ast.Import, ast.ImportFrom)
 
-
-class _Unknown:
-    """A value that the text does not tell."""
-
-    def __repr__(self) -> str:
-        return "unknown"
-
-
-UNKNOWN = _Unknown()
+#: A value that the text does not tell.
+UNKNOWN: Any = object()
 
 
 class _NotTold(Exception):
@@ -85,11 +73,15 @@ class WrittenConfig:
 class Scope:
     """The names of a module or of a function, and the enclosing scope."""
 
-    def __init__(self, file: File, node: ast.AST, outer: Scope | None = None) -> None:
-        self.file = file
-        self.outer = outer
-        self.node = node
-        self.values: dict[str, Any] = {}
+    def __init__(
+        self,
+        file: File,
+        node: ast.AST,
+        outer: Scope | None = None,
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.file, self.node, self.outer = file, node, outer
+        self.values = {**values}
 
     def get(self, name: str) -> Any:
         """Return the value of a name, or `MISSING`."""
@@ -99,35 +91,24 @@ class Scope:
         found = self.values[name]
         return self.outer.get(name) if found is MISSING and self.outer else found
 
-    def with_values(self, values: Mapping[str, Any]) -> Scope:
-        """Return a scope inside this one with values for more names."""
-        inner = Scope(self.file, ast.Pass(), self)
-        inner.values.update(values)
-        return inner
-
-    def inside(self, function: FunctionNode) -> Scope:
-        """Return the scope inside a function that is called without arguments."""
-        inner = Scope(self.file, function, self)
-        inner.values = {name: value_of(each, self) for name, each in defaults(function).items()}
-        return inner
+    def inside(self, function: FunctionNode, given: Mapping[str, Any]) -> Scope:
+        """Return the scope inside a function that is called with some arguments."""
+        values = {name: value_of(each, self) for name, each in defaults(function).items()}
+        return Scope(self.file, function, self, {**values, **given})
 
     def _value(self, name: str) -> Any:
-        bound = bindings(name, (self.node,))
-        if not bound:
-            owners = (self.file.imported(s) for s in bindings("*", (self.node,)))
-            values = (getattr(each, name, MISSING) for each in owners)
-            return next((value for value in values if value is not MISSING), MISSING)
-        at_top = [*map(id, _body(self.node))]
-        defined = [node for node in bound if isinstance(node, (*_FUNCTIONS, *_IMPORTS))]
-        if defined and all(_is_wrapped(node, name) for node in bound if node not in defined):
+        bound: list[Any] = bindings(name, (self.node,))
+        at_top = {*map(id, _body(self.node))}
+        defined = [node for node in bound if isinstance(node, _DEFINITIONS)]
+        if defined:  # the rest decorates it, or stands in for a failed import
             defined.sort(key=lambda node: (id(node) in at_top, node.lineno))
             return self._defined(defined[-1 if id(defined[-1]) in at_top else 0], name)
-        return self._assigned(name, bound)
+        return self._assigned(name, bound) if bound else MISSING
 
     def _assigned(self, name: str, bound: list[Any]) -> Any:
         """Return the assignments to a name, also in sequence if each uses the last."""
         straight = {id(each.value) for each in _body(self.node) if isinstance(each, ast.Assign)}
-        if name in _changed(self.file.tree) or None in bound:
+        if None in bound:
             return UNKNOWN
         for number, node in enumerate(sorted(bound, key=lambda node: node.lineno)):
             mentions = any(getattr(part, "id", "") == name for part in walk(node))
@@ -151,31 +132,6 @@ def _body(node: ast.AST) -> list[ast.stmt]:
     return body if isinstance(body, list) else []
 
 
-def _is_wrapped(node: Any, name: str) -> bool:
-    """Whether a function of this name is decorated by `name = decorator(name)`, or replaced by None
-    where an import fails.
-    """
-    match node:
-        case ast.Call(args=[*_, ast.Name(id=given)]):
-            return given == name
-        case ast.Constant(value=None):
-            return True
-    return False
-
-
-@functools.lru_cache(maxsize=64)
-def _changed(tree: ast.AST) -> set[str]:
-    """Return the names of the lists and dicts that a module changes in place."""
-    changed_names: set[str] = set()
-    for node in walk(tree):
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)):
-                changed_names |= {name} if method in _CHANGES else set()
-            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
-                changed_names.add(name)
-    return changed_names
-
-
 class _Globals(dict[str, Any]):
     """The globals of a compiled function: the names of its module."""
 
@@ -192,7 +148,7 @@ class _Globals(dict[str, Any]):
 class File:
     """One file of the tree."""
 
-    def __init__(self, path: Path, text: str, files: Files) -> None:
+    def __init__(self, path: Path, text: str, known: Files) -> None:
         package = package_of(path.parent)
         self.root = package.parent if package else path.parent
         parts = path.relative_to(self.root).with_suffix("").parts
@@ -201,36 +157,32 @@ class File:
         self.tree = tree_of(text)
         self.lines = text.splitlines(keepends=True)
         self.scope = Scope(self, self.tree)
-        self._files = files
+        self._known = known
 
     def module_named(self, level: int, name: str) -> Any:
         """Return a module named in an import statement, or `MISSING` if it is not in the tree."""
         parts = [part for part in name.split(".") if part]
         folders = [self.root, self.path.parent]
         folders = [*self.path.parents][level - 1 : level] if level else folders
-        first = "" if level else parts[0]
-        if first == "triton":
+        if not level and parts[0] == "triton":
             with contextlib.suppress(ImportError):
                 return importlib.import_module(name)
             return MISSING
-        if first in sys.stdlib_module_names or first in _TOOLCHAIN:
-            return UNKNOWN
-        modules = (self._files.module(folder, parts) for folder in folders)
+        modules = (self._module(folder.joinpath(*parts), bool(parts)) for folder in folders)
         return next((module for module in modules if module is not MISSING), MISSING)
 
-    def imported(self, statement: Any, name: str = "") -> Any:
-        """Return the result of `from module import name`, or `MISSING`; without a name, the
-        module.
-        """
+    def _module(self, place: Path, may_be_file: bool) -> Any:
+        files = [place / "__init__.py", place.with_name(f"{place.name}.py")]
+        for path in files[: 1 + may_be_file]:
+            if path.is_file() and (file := file_at(path, self._known)):
+                return _TextModule(file)
+        return MISSING
+
+    def imported(self, statement: ast.ImportFrom, name: str) -> Any:
+        """Return the result of `from module import name`, or `MISSING`."""
         level, module = statement.level, statement.module or ""
-        owner = self.module_named(level, module)
-        if owner is UNKNOWN or not name:
-            return owner
-        value = getattr(owner, name, MISSING)
-        is_tritons = isinstance(owner, ModuleType) and owner.__name__.startswith("triton")
-        if value is MISSING and (is_tritons or (owner is MISSING and level)):
-            return self.module_named(level, f"{module}.{name}")
-        return value
+        value = getattr(self.module_named(level, module), name, MISSING)
+        return self.module_named(level, f"{module}.{name}") if value is MISSING else value
 
 
 class _TextModule(ModuleType):
@@ -250,29 +202,17 @@ class _TextModule(ModuleType):
         return value
 
 
-class Files:
-    """The requested files of the tree."""
+#: The files that were asked for.
+Files: TypeAlias = "dict[Path, File | None]"
 
-    def __init__(self) -> None:
-        self._known: dict[Path, File | None] = {}
 
-    def file(self, path: Path) -> File | None:
-        """Return a file; None if it is missing, or if Python cannot read it."""
-        if path not in self._known:
-            self._known[path] = None
-            odd = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
-            with contextlib.suppress(*odd), tokenize.open(path) as text:
-                self._known[path] = File(path, text.read(), self)
-        return self._known[path]
-
-    def module(self, folder: Path, parts: list[str]) -> Any:
-        """Return the module at this location, or `MISSING`."""
-        place = folder.joinpath(*parts)
-        files = [place / "__init__.py", *([place.with_name(f"{place.name}.py")] if parts else [])]
-        for path in files:
-            if path.is_file() and (file := self.file(path)):
-                return _TextModule(file)
-        return MISSING
+def file_at(path: Path, known: Files) -> File | None:
+    """Return a file of the tree; None if it is missing, or if Python cannot read it."""
+    if path not in known:
+        known[path] = None
+        with contextlib.suppress(OSError, *UNREADABLE), tokenize.open(path) as text:
+            known[path] = File(path, text.read(), known)
+    return known[path]
 
 
 def value_of(node: ast.expr, scope: Scope) -> Any:
@@ -348,7 +288,7 @@ def _loops(loops: Sequence[Any], scope: Scope) -> Iterator[Scope]:
                 values[name] = item
             case ast.Tuple(elts=parts) if isinstance(item, (list, tuple)):
                 values |= {last_name(part): each for part, each in zip(parts, item, strict=False)}
-        yield from _loops(loops[1:], scope.with_values(values))
+        yield from _loops(loops[1:], Scope(scope.file, ast.Pass(), scope, values))
 
 
 def _call(node: ast.Call, scope: Scope) -> Any:
@@ -376,7 +316,7 @@ def _returned(function: Any, args: list[Any], keywords: Mapping[str, Any]) -> An
         case ast.FunctionDef(body=[*before, ast.Return(value=ast.expr() as value)]):
             if all(isinstance(each, ast.Expr) for each in before):  # a docstring
                 given = dict(zip(parameters(node), args, strict=False))
-                return _told(value, text[1].inside(node).with_values({**given, **keywords}))
+                return _told(value, text[1].inside(node, {**given, **keywords}))
     return UNKNOWN
 
 
@@ -449,7 +389,7 @@ def function_of(node: FunctionNode, scope: Scope) -> Any:
     name = getattr(node, "name", "<lambda>")
     try:
         whole = compile(ast.Module([bare], []), str(scope.file.path), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         return UNKNOWN
     codes = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])

@@ -9,24 +9,15 @@ from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, NameReport, report_of
-from safetune.keys.source_text import parameters, walk
+from safetune.keys.source_text import walk
 from safetune.lint.names import arguments
 from safetune.lint.passed import Passed
 from safetune.lint.tuners import Tuner
 from safetune.settings import PhantomPolicy
 
-#: What each rule finds, for people.
-RULES = {
-    "phantom": "a key name that nothing reads: each new value tunes and compiles again",
-    "stand-in": "a key name that nothing reads; an argument that the key lacks is made of it",
-    "size": "a key name that nothing reads, made of a size that may decide a tile",
-    "bucket": "a key name that nothing reads, named like a group of values",
-    "unseen": "a key name that nothing reads, and whose value some launches hide",
-    "unknown": "a key name that is not a parameter of the kernel",
-    "flag": "a flag that the body reads and the key lacks: the first call's value decides for all",
-    "length": "a length that is a constexpr: each new value compiles the kernel again",
-    "twice": "a config that is listed twice",
-}
+#: The rules: docs/lint.md explains them.
+_OF_KEY_NAMES = ("phantom", "stand-in", "size", "bucket", "unseen", "unknown")
+RULES = (*_OF_KEY_NAMES, "flag", "length", "twice")
 
 #: What to do about a key name of each class.
 _REMEDIES = {
@@ -75,7 +66,7 @@ def _found(tuner: Tuner) -> _Found:
     lengths = dict(_lengths(facts, passed))
     if key is not None:
         report = report_of(facts, key, PhantomPolicy.DROP)
-        yield from _key_names(tuner, report, passed)
+        yield from _key_names(tuner, report)
         for name in report.missing:
             if name not in lengths and not tuner.is_single:
                 yield from _flag(tuner, name, in_key, passed)
@@ -84,13 +75,13 @@ def _found(tuner: Tuner) -> _Found:
     yield from _twice(tuner)
 
 
-def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
+def _key_names(tuner: Tuner, report: KeyReport) -> _Found:
     for name in report.names:
         if name.kind is NameKind.READ or name.reason.endswith("kept by keep="):
             continue
         if name.kind is NameKind.BUCKET and tuner.is_single:
             continue
-        if _stands_for_a_tensor(tuner, name) or _is_dtype_of_descriptors(tuner, name.name, passed):
+        if _stands_for_a_tensor(tuner, name):
             continue
         rule = "phantom" if name.kind is NameKind.KEPT else name.kind.value
         reason = name.reason.removesuffix("; kept").removesuffix("; dropped")
@@ -102,17 +93,6 @@ def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
     """Whether the argument that is made of a key name is a tensor, which cannot be in a key."""
     made = re.search(r"(\w+), which the key lacks", report.reason)
     return report.kind is NameKind.STAND_IN and made is not None and made[1] in tuner.tensors
-
-
-def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
-    """Whether a name is the dtype of tensors in descriptors, whose dtypes Triton's key lacks."""
-    accessed = {
-        node.func.value.id
-        for node in walk(tuner.function)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if node.func.attr in ("load", "store") and isinstance(node.func.value, ast.Name)
-    }
-    return passed.is_dtype(name) and bool(accessed.intersection(parameters(tuner.function)))
 
 
 def _in_key(tuner: Tuner, name: str) -> ast.AST:

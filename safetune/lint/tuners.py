@@ -86,22 +86,14 @@ class Tuner:
         """The parameters that the kernel loads from or stores to."""
         return _tensors_in(self.function, self.scope, frozenset())
 
-    def names(self, option: str, position: int = 99) -> tuple[str, ...] | None:
-        """Return the names in an option such as `key`; None if they are unknown."""
-        value = self._value(option, position) or []
-        if isinstance(value, (list, dict)) and all(isinstance(name, str) for name in value):
-            return tuple(dict.fromkeys(value))
-        return None
-
     def key(self) -> WrittenKey | None:
         """Return the key as written; None if the text does not show it."""
-        names, keep = self.names("key", 1), self.names("keep")
-        if names is None or keep is None:
+        given, keep = self._value("key", 1) or [], self._value("keep") or []
+        if not (_are_names(given) and _are_names(keep)):
             return None
-        given = self._value("key", 1)
         written = {n: f for n, f in given.items() if callable(f)} if isinstance(given, dict) else {}
         buckets = buckets_of(self.name, written)
-        return WrittenKey(names, keep, tuple(buckets), buckets)
+        return WrittenKey(tuple(dict.fromkeys(given)), tuple(keep), tuple(buckets), buckets)
 
     def facts(self) -> KernelFacts:
         """Return the known facts of the kernel."""
@@ -110,6 +102,10 @@ class Tuner:
         if prune is not None and not (isinstance(prune, Mapping) and prune):
             prune = {"perf_model": UNKNOWN}  # it may read anything
         return KernelFacts(self.kernel, self.written, {**callbacks, "prune_configs_by": prune})
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, dict)) and all(isinstance(name, str) for name in value)
 
 
 def _mentioned(node: ast.AST | None, scope: Scope) -> Iterator[WrittenConfig]:
@@ -127,7 +123,7 @@ def _mentioned(node: ast.AST | None, scope: Scope) -> Iterator[WrittenConfig]:
                     yield from value
                 elif hasattr(value, "text"):
                     function, around = value.text
-                    pending.append((function, around.inside(function)))
+                    pending.append((function, around.inside(function, {})))
                 elif isinstance(part, ast.Name):
                     bound = bindings(part.id, (scope.node, scope.file.tree))
                     pending += [(each, scope) for each in bound if isinstance(each, ast.expr)]
@@ -163,19 +159,14 @@ def _pointers_of(call: ast.Call) -> list[ast.expr]:
 
 def _starts(node: ast.AST, function: ast.FunctionDef, seen: frozenset[str]) -> set[str]:
     """Return the parameters at the start of a pointer expression; the rest are offsets."""
-    match node:
-        case ast.Name(id=name) if name not in seen:
-            if name in parameters(function):
-                return {name}
-            values = (each for each in bindings(name, (function,)) if each)
-            return set().union(*(_starts(each, function, seen | {name}) for each in values))
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-            return _starts(left, function, seen) or _starts(right, function, seen)
-        case ast.IfExp(body=body, orelse=other):
-            return _starts(body, function, seen) | _starts(other, function, seen)
-        case ast.Call():
-            return set().union(*(_starts(p, function, seen) for p in _pointers_of(node)))
-    return set()
+    while isinstance(node, ast.BinOp):
+        node = node.left
+    parts: list[Any] = _pointers_of(node) if isinstance(node, ast.Call) else []
+    if isinstance(node, ast.Name) and node.id not in seen:
+        if node.id in parameters(function):
+            return {node.id}
+        parts, seen = bindings(node.id, (function,)), seen | {node.id}
+    return set().union(*(_starts(part, function, seen) for part in parts if part))
 
 
 def tuners_in(file: File) -> Iterator[Tuner]:

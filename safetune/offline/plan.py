@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import sys
 import time
@@ -44,8 +42,6 @@ class Planned:
     new: tuple[str, ...] = ()
     #: How many configs have a stored outcome that is not measured again.
     stored: int = 0
-    #: How long that may take; None where no trial of the kernel is stored.
-    estimate_s: float | None = None
     #: Its key's share of the time of all recorded calls; None if its calls are not recorded.
     share: float | None = None
 
@@ -89,17 +85,6 @@ class Plan:
         """How many of them have a stored outcome and need no measuring."""
         return sum(planned.stored for planned in self.tunings)
 
-    @property
-    def estimate_s(self) -> float | None:
-        """The total time of the tunings that have an estimate; None without any."""
-        known = [each.estimate_s for each in self.tunings if each.estimate_s is not None]
-        return min(sum(known), self.most_s) if known else None
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether all tunings that need measuring have an estimate."""
-        return all(planned.estimate_s is not None for planned in self.tunings if planned.new)
-
 
 class SharedTime:
     """The time that the tunings of a plan share.
@@ -119,8 +104,7 @@ class SharedTime:
         for planned in tunings:
             if planned.new:
                 kind = planned.kernel, planned.dtype
-                cold = planned.estimate_s is None and begun[kind] < _COLD_KEYS
-                self._parts[planned.key] = _COLD_PARTS if cold else 1.0
+                self._parts[planned.key] = _COLD_PARTS if begun[kind] < _COLD_KEYS else 1.0
                 begun[kind] += 1
 
     def task(self, planned: Planned) -> Task:
@@ -170,33 +154,14 @@ def plan(asked: Iterable[Planned], store: Store, most_s: float = math.inf) -> Pl
     """
     shares = shares_of_time(store.calls())
     claimed = defaultdict[str, set[str]](set)
-    rate = functools.cache(functools.partial(seconds_per_config, store))
     tunings = []
     for planned in sorted(asked, key=lambda planned: -shares.get(planned.key, 0.0)):
         stored, unmeasured = _outcomes(planned.request, store)
         new = tuple(digest for digest in unmeasured if digest not in claimed[planned.key])
         claimed[planned.key].update(new)
-        of_config_s, estimate_s = rate(planned.kernel), None
-        if of_config_s is not None:
-            budget = planned.request.budget
-            estimate_s = min(of_config_s * len(new), budget.seconds if budget else math.inf)
         share = shares.get(planned.key)
-        tunings.append(replace(planned, new=new, stored=stored, estimate_s=estimate_s, share=share))
+        tunings.append(replace(planned, new=new, stored=stored, share=share))
     return Plan(tuple(tunings), most_s)
-
-
-#: Two outcomes that are further apart are not of one sweep: it was interrupted in between.
-_MOST_GAP_S = 300.0
-
-
-def seconds_per_config(store: Store, kernel: str) -> float | None:
-    """Return the time per config in the stored sweeps of a kernel; None without any."""
-    gaps = []
-    for _, trials in store.trials_of(kernel):
-        times = sorted(trial.created for trial in trials)
-        gaps += [after - before for before, after in itertools.pairwise(times)]
-    gaps = [gap for gap in gaps if gap <= _MOST_GAP_S]
-    return sum(gaps) / len(gaps) if gaps else None
 
 
 def longest_first(tunings: Iterable[Planned]) -> list[Planned]:

@@ -66,30 +66,14 @@ _OF_ALL_CALLS = (NoDevice, StoreError, WorkerUnavailable)
 Rebuildable = tuple[RecordedCall, OfflineKernel]
 
 
-def sort_out(
-    calls: Iterable[RecordedCall],
-    kernels: Sequence[OfflineKernel],
-    left_out: list[LeftOut],
-    shapes_only: bool = False,
+def with_kernels(
+    calls: Iterable[RecordedCall], kernels: Sequence[OfflineKernel], left_out: list[LeftOut]
 ) -> list[Rebuildable]:
-    """Return the calls that can be tuned, with their kernels; add the others to `left_out`.
+    """Return the calls whose kernels are unchanged; add the others to `left_out`.
 
     Args:
         kernels: where to look for the calls' kernels; if empty, in their defining modules.
-        shapes_only: nothing is launched, so also return calls with unrecorded integers.
     """
-    calls, found = [*calls], list[Rebuildable]()
-    for call, kernel in with_kernels(calls, kernels, left_out):
-        with leaving_out(call, left_out, "its record cannot be read"):
-            _check(call, kernel, shapes_only)
-            found.append((call, kernel))
-    return found
-
-
-def with_kernels(
-    calls: Sequence[RecordedCall], kernels: Sequence[OfflineKernel], left_out: list[LeftOut]
-) -> list[Rebuildable]:
-    """Return the calls whose kernels are unchanged; add the others to `left_out`."""
     found: list[Rebuildable] = []
     modules = functools.cache(_kernels_in)
     for call in calls:
@@ -150,7 +134,7 @@ def task_of(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
     """Create a call's tensors on a device and return the task to tune; raises `NotComparable`."""
     try:
         return _rebuilt(call, kernel, device)
-    except torch.OutOfMemoryError:
+    except (NotComparable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # another version, or another program, may have written the record
         reason = f"{type(error).__name__}: {error}"
@@ -160,6 +144,15 @@ def task_of(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
 def _rebuilt(call: RecordedCall, kernel: OfflineKernel, device: str) -> Task:
     data, tuner = call.arguments, kernel.tuner
     made = tuner.hooks.inputs is not None
+    if problem := data.get("problem"):
+        raise NotComparable(str(problem))
+    names = call_description.unknown(data, tuner.arg_names)
+    if names and not made and device != "meta":
+        raise NotComparable(
+            f"no range is recorded for the integers in {', '.join(names)}, as under CUDA graph "
+            "capture: record a call without capture, or give the kernel `inputs=` to make its "
+            "tensors"
+        )
     main = base_function(tuner.fn)[1].__globals__
     args, kwargs = call_description.rebuild(data, device, not made, main)
     grids = [
@@ -228,19 +221,6 @@ def _kernel_of(call: RecordedCall, kernels: Sequence[OfflineKernel]) -> OfflineK
     if "<locals>" in call.place:
         raise NotComparable(f"{problem}: name a TARGET that has it")
     raise _Changed(f"{problem}: record it again, or name a TARGET that has it")
-
-
-def _check(call: RecordedCall, kernel: OfflineKernel, shapes_only: bool) -> None:
-    data, tuner = call.arguments, kernel.tuner
-    if problem := data.get("problem"):
-        raise NotComparable(str(problem))
-    names = call_description.unknown(data, tuner.arg_names)
-    if names and not shapes_only and tuner.hooks.inputs is None:
-        raise NotComparable(
-            f"no range is recorded for the integers in {', '.join(names)}, as under CUDA graph "
-            "capture: record a call without capture, or give the kernel `inputs=` to make its "
-            "tensors"
-        )
 
 
 def _grid_function(

@@ -12,9 +12,6 @@ from safetune.messages import LAUNCHERS
 
 Item = TypeVar("Item")
 
-#: The index of a job in Kubernetes, which does not tell how many there are.
-_JOB_INDEX = "JOB_COMPLETION_INDEX"
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -36,13 +33,13 @@ class Shard:
 
 
 def parse(text: str, environment: Mapping[str, str]) -> Shard:
-    """Return the shard for `2/4`, `auto` or `auto/4`; raises `TargetError`."""
-    match = re.fullmatch(r"(auto|[0-9]+)(?:/([0-9]+))?", text)
-    if match is None or (match[1] != "auto" and not int(match[2] or 0)):
-        raise TargetError(f"--shard {text!r} is not a shard; give e.g. 2/4, auto, or auto/4")
-    index, count = int(match[1]) - 1 if match[1] != "auto" else 0, int(match[2] or 0)
-    if match[1] == "auto":
-        index, count = _rank(environment, count)
+    """Return the shard for `2/4` or `auto`; raises `TargetError`."""
+    if text == "auto":
+        return _of_rank(environment)
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if match is None or not int(match[2]):
+        raise TargetError(f"--shard {text!r} is not a shard; give e.g. 2/4, or auto")
+    index, count = int(match[1]) - 1, int(match[2])
     if not 0 <= index < count:
         raise TargetError(f"--shard {text} is out of range; give 1/{count} to {count}/{count}")
     return Shard(index, count)
@@ -61,15 +58,12 @@ def on_node(environment: Mapping[str, str]) -> Shard:
     return Shard()
 
 
-def _rank(environment: Mapping[str, str], count: int) -> tuple[int, int]:
-    variables = [*((each.rank, each.ranks) for each in LAUNCHERS), (_JOB_INDEX, "")]
-    for rank, ranks in variables:
-        index, number = environment.get(rank, ""), environment.get(ranks, "")
-        if index.isdecimal() and (count or number.isdecimal()):
-            return int(index), count or int(number)
-        if index.isdecimal() and not ranks:
-            raise TargetError(f"{rank} is set, but not the number of shards: give --shard auto/N")
+def _of_rank(environment: Mapping[str, str]) -> Shard:
+    for launcher in LAUNCHERS:
+        index, count = environment.get(launcher.rank, ""), environment.get(launcher.ranks, "")
+        if index.isdecimal() and count.isdecimal():
+            return Shard(int(index), int(count))
     raise TargetError(
-        f"--shard auto finds no rank in {', '.join(rank for rank, _ in variables)}: start it with "
-        "srun, torchrun, mpirun or as an indexed job, or give the shard, e.g. --shard 2/4"
+        f"--shard auto finds no rank in {', '.join(each.rank for each in LAUNCHERS)}: start it "
+        "with srun, torchrun or mpirun, or give the shard, e.g. --shard 2/4"
     )

@@ -28,14 +28,10 @@ _PARTS = 20
 
 @dataclass(frozen=True)
 class Measured:
-    """One key, and the times of the configs that work for it.
-
-    `times` is in milliseconds, by digest; `weight` is the key's share of the recorded time, or 1.
-    """
+    """One key, and the times of the configs that work for it, in milliseconds by digest."""
 
     key: KeyRecord
     times: Mapping[str, float]
-    weight: float = 1.0
 
     @property
     def best(self) -> float:
@@ -61,21 +57,16 @@ class Cost:
     keys: int
     failed: int
     mean: float  # geometric
-    weighted: float  # by the keys' weights
     worst: float
 
 
 def measured_keys(
-    stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]],
-    weights: Mapping[str, float],
-    among: Container[str],
+    stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]], among: Container[str]
 ) -> list[Measured]:
     """Return the keys with a working config among these configs, by their last trials.
 
-    Times taken while the program used the device do not count. A key without a recorded time gets
-    the least weight of any other key.
+    Times taken while the program used the device do not count.
     """
-    least = min(weights.values(), default=1.0)
     found = []
     for key, trials in stored:
         lasting = [trial for trial in trials if trial.outcome.verdict not in TRANSIENT]
@@ -87,7 +78,7 @@ def measured_keys(
             if not outcome.marked(Mark.CONTENDED)
         }
         if times:
-            found.append(Measured(key, times, weights.get(key.digest, least)))
+            found.append(Measured(key, times))
     return found
 
 
@@ -131,7 +122,7 @@ def _longer(
     None, until each key has one that is `within` of its best.
 
     Each time the config is added that is fast enough on the most keys of those which have the
-    fewest such configs, of several the one with the least weighted time over all keys. Configs with
+    fewest such configs, of several the one with the least time over all keys. Configs with
     the same times are the same machine code: one of them is enough.
     """
     configs = sorted({config for key in keys for config in key.times})
@@ -144,9 +135,8 @@ def _longer(
     counts = Counter(n for config in kept for n in fast[config])
     best = [min((slower[c][n] for c in kept), default=_FAR) for n in range(len(keys))]
 
-    def weighted(config: str) -> float:
-        times = zip(keys, best, slower[config], strict=True)
-        return math.fsum(key.weight * min(now, new) for key, now, new in times)
+    def total(config: str) -> float:
+        return math.fsum(map(min, best, slower[config]))
 
     while most is None or len(kept) < most:
         others = sorted(set(distinct) - kept)
@@ -156,7 +146,7 @@ def _longer(
             break
         left = {n for n in open_keys if counts[n] == least}
         covered = max(len(fast[config] & left) for config in others)
-        added = min((c for c in others if len(fast[c] & left) == covered), key=weighted)
+        added = min((c for c in others if len(fast[c] & left) == covered), key=total)
         kept |= {added}
         counts.update(fast[added])
         best = [*map(min, best, slower[added])]
@@ -176,7 +166,7 @@ def _alike(keys: Sequence[Measured]) -> list[Measured]:
                 log + way * (log - other) / 2 for log, other in zip(logs[n], logs[m], strict=True)
             ]
             times = dict(zip(configs, map(math.exp, between), strict=True))
-            alike.append(Measured(keys[n].key, times, keys[n].weight))
+            alike.append(Measured(keys[n].key, times))
     return alike
 
 
@@ -189,30 +179,26 @@ def _slowdowns(key: Measured, configs: Iterable[str]) -> list[float]:
 def cost(keys: Iterable[Measured], kept: Iterable[str]) -> Cost:
     """Return the cost of a list of these configs."""
     kept = list(kept)
-    return _total([(key, key.slowdown(kept)) for key in keys])
+    return _total([key.slowdown(kept) for key in keys])
 
 
-def held_out(
-    keys: Sequence[Measured], within: float, keeps: Iterable[int] = (0,)
-) -> dict[int, Cost]:
-    """Return the cost, by list length, on keys that were not used to make the list.
+def held_out(keys: Sequence[Measured], within: float, keep: int = 0) -> Cost | None:
+    """Return the cost of a list on keys that were not used to make it.
 
     Each key is judged once, by the list made from all other keys, or from the other parts' keys.
-    Empty with fewer than two keys.
+    None with fewer than two keys.
     """
     if len(keys) < 2:
-        return {}
+        return None
     mixed = sorted(keys, key=lambda key: key.key.digest)
     random.Random(0).shuffle(mixed)
-    judged: dict[int, list[tuple[Measured, float]]] = {keep: [] for keep in keeps}
+    judged: list[float] = []
     for start in range(min(_PARTS, len(mixed))):
         part = mixed[start::_PARTS]
         others = [key for key in mixed if key not in part]
-        cover, likely = _cover(others, within), [*others, *_alike(others)]
-        for keep, of_length in judged.items():
-            kept = _longer(likely, within, cover, keep)
-            of_length += [(key, key.slowdown(kept)) for key in part]
-    return {keep: _total(of_length) for keep, of_length in judged.items()}
+        kept = _longer([*others, *_alike(others)], within, _cover(others, within), keep)
+        judged += [key.slowdown(kept) for key in part]
+    return _total(judged)
 
 
 def wins(keys: Iterable[Measured]) -> Counter[str]:
@@ -220,14 +206,12 @@ def wins(keys: Iterable[Measured]) -> Counter[str]:
     return Counter(key.winner() for key in keys)
 
 
-def _total(judged: Sequence[tuple[Measured, float]]) -> Cost:
-    works = [(key.weight, ratio) for key, ratio in judged if ratio < math.inf]
-    weight, ratios = sum(weight for weight, _ in works), [ratio for _, ratio in works]
+def _total(judged: Sequence[float]) -> Cost:
+    ratios = [ratio for ratio in judged if ratio < math.inf]
     return Cost(
         keys=len(judged),
-        failed=len(judged) - len(works),
+        failed=len(judged) - len(ratios),
         mean=statistics.geometric_mean(ratios) if ratios else 1.0,
-        weighted=math.fsum(share * ratio for share, ratio in works) / weight if works else 1.0,
         worst=max(ratios, default=1.0),
     )
 

@@ -195,7 +195,7 @@ def preload(*kernels: Any, dtypes: Sequence[str] = ()) -> int:
     of_these = {kernel.name for kernel in found}
     recorded = [call for call in lookup.store.calls() if call.name in of_these]
     unreadable: list[replay.LeftOut] = []
-    calls += replay.shapes(replay.sort_out(recorded, found, [], shapes_only=True), unreadable)
+    calls += replay.shapes(replay.with_kernels(recorded, found, []), unreadable)
     for each in unreadable:
         logger.warning("%s is not loaded: %s", each.words, each.reason)
     loaded = set()

@@ -14,9 +14,6 @@ from safetune.verify.watch import CLASHES, NEVER, Access, Stray, Times, Watch
 #: How many elements a finding names; of different rows, if it has several.
 _MOST_PLACES = 3
 
-#: The granules of a clash, the times of the accesses before, and the time of the one after.
-Logged = tuple[np.ndarray, np.ndarray, int]
-
 
 def findings_of(memory: Memory, watch: Watch, outputs: Sequence[str]) -> tuple[Finding, ...]:
     """Return the findings, worst first."""
@@ -65,28 +62,21 @@ def _clash(clash: Kind, name: str, view: View, watch: Watch) -> Finding | None:
         return None  # the clash is in another view of the same storage
     inside = np.zeros(len(times.stored), dtype=bool)
     _strided(inside, view, times.granule)[...] = True
-    most = _most_programs(_logged(clash, times, inside), watch)
+    where, moments = _logged(clash, times, inside)
+    # Of those that clashed at one granule; 0 without a log, which was full.
+    pairs = np.unique(np.stack([where, watch.programs_at(moments)]), axis=1)
+    most = int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))
     return replace(_finding(clash, name, mask, places), most_programs=most)
 
 
-def _logged(clash: Kind, times: Times, wanted: np.ndarray) -> list[Logged]:
-    """Return the part of the log with clashes of a kind at the wanted granules."""
+def _logged(clash: Kind, times: Times, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the wanted granules that are logged for a clash, and the times of their accesses."""
     log = [(where, prior, now) for kind, where, prior, now in times.log if kind is clash]
-    found = [(where[wanted[where]], prior[wanted[where]], now) for where, prior, now in log]
-    return [(where, prior, now) for where, prior, now in found if where.size]
-
-
-def _most_programs(logged: Sequence[Logged], watch: Watch) -> int:
-    """Return the most programs that clashed at one granule; 0 without a log, which was full."""
-    granules, programs = [], []
-    for where, prior, now in logged:
-        granules += [where, where]
-        latest = np.full(len(where), now)
-        programs += [watch.programs_at(prior), watch.programs_at(latest)]
-    if not granules:
-        return 0
-    pairs = np.unique(np.stack([np.concatenate(granules), np.concatenate(programs)]), axis=1)
-    return int(np.unique(pairs[0], return_counts=True)[1].max())
+    granules = [each for where, _, _ in log for each in (where, where)]
+    moments = [each for _, prior, now in log for each in (prior, np.full(len(prior), now))]
+    nothing = np.zeros(0, dtype=np.int64)
+    where, when = np.concatenate([nothing, *granules]), np.concatenate([nothing, *moments])
+    return where[wanted[where]], when[wanted[where]]
 
 
 def _clash_place(clash: Kind, view: View, index: tuple[int, ...], watch: Watch) -> Place:
@@ -95,9 +85,8 @@ def _clash_place(clash: Kind, view: View, index: tuple[int, ...], watch: Watch) 
     offset = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     wanted = np.zeros(len(times.stored), dtype=bool)
     wanted[offset // times.granule : -(-(offset + view.itemsize) // times.granule)] = True
-    logged = _logged(clash, times, wanted)
-    moments = {moment for _, prior, now in logged for moment in (now, *prior.tolist())}
-    return _place(index, sorted(moments), watch)
+    _, moments = _logged(clash, times, wanted)
+    return _place(index, np.unique(moments).tolist(), watch)
 
 
 def _place(index: tuple[int, ...], moments: Sequence[int], watch: Watch, where: str = "") -> Place:

@@ -8,6 +8,7 @@ translated to real addresses; Triton's own method then performs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,84 +19,81 @@ from safetune.verify.watch import Access, Watch
 
 
 class Instruments:
-    """The replacement methods for one builder and one launch."""
+    """The replacements for one builder and one launch, under the names of the builder's methods."""
 
     def __init__(self, watch: Watch, builder: Any, each_program: Callable[[], object]) -> None:
         self._watch = watch
         self._builder = builder
         self._each_program = each_program
         self._relaxed = False  # whether volatile loads are those of a relaxed poll
-        self._poll = getattr(builder, "create_atomic_poll", None)
-        self._begin = builder.set_grid_idx
-        self._load = builder.create_masked_load
-        self._store = builder.create_masked_store
-        self._cas = builder.create_atomic_cas
-        self._rmw = builder.create_atomic_rmw
+        # Triton before 3.9 lacks some.
+        names = [name for name in vars(Instruments) if hasattr(builder, name) and name[0] != "_"]
+        self._own: Any = SimpleNamespace(**{name: getattr(builder, name) for name in names})
         # The target of an atomic without a mask whose address is not in any argument.
         self._nowhere = np.zeros(2, dtype=np.uint64)
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return the methods by name in the builder."""
-        methods_by_name: dict[str, Callable[..., Any]] = {
-            "set_grid_idx": self.begin,
-            "create_masked_load": self.load,
-            "create_masked_store": self.store,
-            "create_atomic_cas": self.compare_and_swap,
-            "create_atomic_rmw": self.update,
-        }
-        if hasattr(self._builder, "create_atomic_store"):  # Triton 3.9
-            methods_by_name["create_atomic_load"] = self.atomic_load
-            methods_by_name["create_atomic_poll"] = self.atomic_poll
-            methods_by_name["create_atomic_store"] = self.atomic_store
-        return methods_by_name
+        return {name: getattr(self, name) for name in vars(self._own)}
 
-    def begin(self, *ids: int) -> None:
+    def set_grid_idx(self, *ids: int) -> None:
         """Begin a program, which need not touch any memory."""
         self._each_program()
         self._watch.check_time((f"program {ids}",))
-        self._begin(*ids)
+        self._own.set_grid_idx(*ids)
 
-    def load(self, pointer: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+    def create_masked_load(
+        self, pointer: Any, mask: Any, other: Any, *rest: Any, **named: Any
+    ) -> Any:
         """Load; a volatile load, which is part of an atomic load, may wait for another program."""
         volatile = named["is_volatile"] if "is_volatile" in named else rest[-1]
         access = Access.POLL if volatile else Access.READ
         acquires = bool(volatile) and not self._relaxed
         real, allowed = self._watched(access, pointer, mask, acquires=acquires)
-        return self._load(real, allowed, other, *rest, **named)
+        return self._own.create_masked_load(real, allowed, other, *rest, **named)
 
-    def atomic_load(self, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def create_atomic_load(self, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
         """Load a value that another program may be storing atomically."""
         real, allowed = self._watched(Access.POLL, pointer, mask, acquires=_acquires(sem))
-        return self._load(real, allowed, None, None, True)
+        return self._own.create_masked_load(real, allowed, None, None, True)
 
-    def atomic_poll(self, pointer: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+    def create_atomic_poll(
+        self, pointer: Any, expected: Any, timeout: Any, sem: Any, scope: Any
+    ) -> Any:
         """Load, volatile, until the value is the expected one."""
-        assert self._poll is not None
         self._relaxed = not _acquires(sem)
         try:
-            return self._poll(pointer, expected, timeout, sem, scope)
+            return self._own.create_atomic_poll(pointer, expected, timeout, sem, scope)
         finally:
             self._relaxed = False
 
-    def store(self, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def create_masked_store(
+        self, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any
+    ) -> Any:
         """Store as many bytes as the pointer's elements have."""
         real, allowed = self._watched(Access.STORE, pointer, mask)
-        return self._store(real, _as_stored(pointer, value), allowed, *rest, **named)
+        return self._own.create_masked_store(
+            real, _as_stored(pointer, value), allowed, *rest, **named
+        )
 
-    def atomic_store(self, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def create_atomic_store(self, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         """Store a value that another program may be polling."""
         real, allowed = self._watched(Access.ATOMIC, pointer, mask, releases=_releases(sem))
-        return self._store(real, _as_stored(pointer, value), allowed, None)
+        return self._own.create_masked_store(real, _as_stored(pointer, value), allowed, None)
 
-    def compare_and_swap(self, pointer: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+    def create_atomic_cas(
+        self, pointer: Any, compare: Any, value: Any, sem: Any, scope: Any
+    ) -> Any:
         """Compare and swap."""
         real, _ = self._updated(pointer, None, sem)
-        return self._cas(real, compare, value, sem, scope)
+        return self._own.create_atomic_cas(real, compare, value, sem, scope)
 
-    def update(self, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def create_atomic_rmw(
+        self, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any
+    ) -> Any:
         """Apply an atomic update: add, exchange and so on."""
         real, allowed = self._updated(pointer, mask, sem)
-        return self._rmw(op, real, value, allowed, sem, scope)
+        return self._own.create_atomic_rmw(op, real, value, allowed, sem, scope)
 
     def _updated(self, pointer: Any, mask: Any, sem: Any) -> tuple[Any, Any]:
         """Record an atomic update; return the real pointer and mask."""

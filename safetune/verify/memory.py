@@ -8,7 +8,7 @@ without a translation is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,6 @@ class Region:
 
     address: int  # made up, of its first byte
     real: int  # of the copy's first byte
-    original: int  # of the caller's first byte; addresses in memory may point there
     nbytes: int
 
 
@@ -78,9 +77,8 @@ class Address:
 class Memory:
     """Copies of all storages behind the arguments, whose originals are only read."""
 
-    def __init__(self, arguments: Mapping[str, Any], reachable: Sequence[torch.Tensor]) -> None:
-        named = {**arguments, "reachable": tuple(reachable)}
-        leaves = [leaf for argument in named.items() for leaf in _tensors(*argument)]
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        leaves = [leaf for argument in arguments.items() for leaf in _tensors(*argument)]
         tensors = [tensor for _, tensor in leaves]
         self._spans = merged_spans(tensors)
         self._copies: list[torch.Tensor] = []
@@ -99,7 +97,7 @@ class Memory:
         # Aligned as the caller's memory is.
         address = _FIRST + len(self.regions) * _SPACING + span.start % _ALIGNMENT
         self._copies.append(copy)
-        self.regions.append(Region(address, buffer.data_ptr() + begin, span.start, span.size))
+        self.regions.append(Region(address, buffer.data_ptr() + begin, span.size))
 
     def _fill(self, tensor: torch.Tensor) -> None:
         spec = tensor_spec(tensor, self._spans)
@@ -131,23 +129,9 @@ class Memory:
         """Return each address's region, or -1, and its byte offset there, which may be outside."""
         ranges = (addresses - np.uint64(_FIRST - _SPACING // 2)) >> np.uint64(44)
         numbers = ranges.astype(np.int64)
-        foreign = (numbers < 0) | (numbers >= len(self.regions))
-        numbers[foreign] = -1
+        numbers[(numbers < 0) | (numbers >= len(self.regions))] = -1
         starts = np.array([*(region.address for region in self.regions), 0], dtype=np.int64)
-        offsets = addresses.astype(np.int64) - starts[numbers]
-        if foreign.any():
-            self._locate_originals(addresses, numbers, offsets)
-        return numbers, offsets
-
-    def _locate_originals(
-        self, addresses: np.ndarray, numbers: np.ndarray, offsets: np.ndarray
-    ) -> None:
-        """Translate addresses of the caller's bytes, which the kernel has read from memory."""
-        for number, region in enumerate(self.regions):
-            begin, end = region.original, region.original + region.nbytes
-            here = (numbers < 0) & (addresses >= begin) & (addresses < end)
-            numbers[here] = number
-            offsets[here] = (addresses[here] - np.uint64(begin)).astype(np.int64)
+        return numbers, addresses.astype(np.int64) - starts[numbers]
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
@@ -28,7 +28,7 @@ from safetune.verify.watch import CLASHES, Watch
 #: The default of `timeout_s`: seconds that a launch may take in the interpreter.
 TIMEOUT_S = 600.0
 
-_OPTIONS = ("config", "outputs", "allow", "reachable", "timeout_s")
+_OPTIONS = ("config", "outputs", "allow", "timeout_s")
 
 
 def check_overlap(
@@ -39,7 +39,6 @@ def check_overlap(
     config: Config | None = None,
     outputs: Sequence[str] = (),
     allow: Sequence[str] = (),
-    reachable: Sequence[Any] = (),
     timeout_s: float = TIMEOUT_S,
     **kwargs: Any,
 ) -> OverlapReport:
@@ -57,7 +56,6 @@ def check_overlap(
         outputs: names of arguments whose every element must be written.
         allow: names of arguments whose elements several programs may access. Such accesses are
             notes; accesses outside of these arguments remain findings.
-        reachable: tensors that the kernel accesses by addresses that it reads from memory.
         timeout_s: seconds in the interpreter.
 
     Raises:
@@ -67,17 +65,8 @@ def check_overlap(
         NotInterpretable: the interpreter cannot run the kernel, or the kernel raised.
         KernelNotTransferable: a tensor has no plain storage to copy.
     """
-    return check_launch(
-        kernel,
-        grid,
-        args,
-        kwargs,
-        config=config,
-        outputs=outputs,
-        allow=allow,
-        reachable=reachable,
-        timeout_s=timeout_s,
-    )
+    options: Any = {"config": config, "outputs": outputs, "allow": allow, "timeout_s": timeout_s}
+    return check_launch(kernel, grid, args, kwargs, **options)
 
 
 def check_launch(
@@ -89,7 +78,6 @@ def check_launch(
     config: Config | None,
     outputs: Sequence[str],
     allow: Sequence[str],
-    reachable: Sequence[Any] = (),
     timeout_s: float = TIMEOUT_S,
     each_program: Callable[[], object] = lambda: None,
     at_end: Callable[[], object] = lambda: None,
@@ -100,7 +88,7 @@ def check_launch(
         raise InvalidSetting(f"{function.__name__} is a {type(jit).__name__}, not a Triton kernel")
     named = _named(kernel, args, kwargs)
     _check_names(kernel, kwargs)
-    memory = Memory(named, reachable)
+    memory = Memory(named)
     copies = {name: memory.copied(value) for name, value in named.items()}
     text = _apply_decorators(kernel, config, named, copies)
     values = {**default_values(kernel), **named}
@@ -133,15 +121,6 @@ def check_launch(
         idle_programs=tuple(watch.ids(program) for program in idle),
         allowed=tuple(allowed),
     )
-
-
-def check_configs(
-    kernel: Any, grid: Any, /, *args: Any, **kwargs: Any
-) -> Iterator[tuple[Config, OverlapReport]]:
-    """Yield (config, report) for each config that pruning leaves; see `check_overlap`."""
-    launch = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
-    for config in configs_for(kernel, args, launch):
-        yield config, check_overlap(kernel, grid, *args, config=config, **kwargs)
 
 
 def configs_for(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Config]:
@@ -179,8 +158,7 @@ def _apply_decorators(
         if isinstance(kernel, Autotuner):
             if config is None and len(kernel.configs) > 1:
                 raise InvalidConfig(
-                    f"{kernel.base_fn.__name__} has {len(kernel.configs)} configs: pass config=, "
-                    "or call check_configs for all of them"
+                    f"{kernel.base_fn.__name__} has {len(kernel.configs)} configs: pass config="
                 )
             config = config or kernel.configs[0]
             check_conflicts(kernel.base_fn.__name__, config, named)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from safetune.store.local.store import Store
-from safetune.store.records import RecordedCall
 from tests.cli import rows
 
 if TYPE_CHECKING:
@@ -77,29 +76,9 @@ def test_two_configs_do_for_four_keys_and_what_was_not_tried_stays(
     assert less["devices"] == ["small card"]
 
 
-def test_recorded_time_decides_between_lists_of_one_length(
-    source: str, safetune: Any, cache_dir: Path
-) -> None:
-    """With 128, which N=400 needs: 32 costs N=200 0.2 %, and 64 costs N=100 0.4 %."""
-    store = Store.open(cache_dir)
-    for key, _ in store.trials_of():
-        count = [1000 if key.call["values"] == [["N", 200]] else 10, 2, 4.0]
-        arguments = {"kernel": key.kernel_digest, "call": key.call, "count": count}
-        assert store.put_call(RecordedCall(key.digest, "fill", "filling:fill", arguments, 1.0))
-    store.close()
-    found = safetune.json("prune", source)
-    assert blocks(found["kept"]) == [64, 128, 512]
-    assert found["cost"]["weighted"] == pytest.approx(1.0, abs=1e-4), "most time is N=200's"
-    assert " by recorded time, " in safetune("prune", source).stdout
-
-
 def test_more_configs_stay_for_keys_that_were_not_measured(source: str, safetune: Any) -> None:
     assert blocks(safetune.json("prune", source, "--keep", "3")["kept"]) == [32, 64, 128, 512]
     assert "Error: --keep 1 is too few: 2 configs" in safetune.error("prune", source, "--keep", "1")
-    (longer,) = safetune.json("prune", source, "--device", "large")["longer"]
-    assert longer["keep"] == 2, "half of the five configs"
-    shown = safetune("prune", source, "--device", "large").stdout
-    assert "on such keys with --keep 2: " in shown
 
 
 def test_the_short_list_is_printed_as_source(source: str, safetune: Any) -> None:
@@ -108,7 +87,6 @@ def test_the_short_list_is_printed_as_source(source: str, safetune: Any) -> None
     assert "fill: 3 of 5 configs stay, by the trials of 4 keys on large card, small" in (
         shown.stdout
     )
-    assert "by recorded time" not in shown.stdout, "nothing is recorded"
     assert "dropped, and never the fastest" not in shown.stdout
     _, begin, rest = shown.stdout.partition("configs=[")
     listed = f"{begin}{rest.partition('],')[0]}],"

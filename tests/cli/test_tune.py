@@ -309,20 +309,15 @@ def test_a_plan_names_every_key_and_stores_nothing(
     assert not cache_dir.exists()
 
 
-def test_what_is_stored_is_not_planned_again_and_says_how_long_the_rest_takes(
-    safetune: Any, targets: Path
-) -> None:
+def test_what_is_stored_is_not_planned_again(safetune: Any, targets: Path) -> None:
     add, small = str(targets / "add.py"), ("--shape", "small")
     safetune.json("tune", f"{add}:add_one", *small)
 
     data = safetune.json("tune", add, "--dry-run")
 
     assert left(data) == {"kernel small": 2, "add_one small": 0, "add_one large": 2}
-    estimates = [each["estimate_s"] for each in data["tunings"]]
-    assert estimates[:2] == [None, 0], "no trial of the first kernel is stored"
-    assert estimates[2] == data["estimate_s"] > 0
     shown = safetune("tune", add, "--dry-run").stdout.splitlines()[-1]
-    assert "6 configs, 2 stored, 4 to measure; at least about " in shown
+    assert "6 configs, 2 stored, 4 to measure" in shown
     forced = safetune.json("tune", f"{add}:add_one", *small, "--force", "--dry-run")
     assert left(forced) == {"add_one small": 2}
 

@@ -22,7 +22,7 @@ from safetune import InvalidSetting, MissingChoice, TracingError, safetune
 from safetune.compilers.resolve import resolve
 from safetune.miss import reporting
 from safetune.miss import resolve as miss_resolve
-from safetune.offline.replay import LeftOut, sketches, sort_out
+from safetune.offline.replay import LeftOut, sketches, with_kernels
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
 from tests.compilers import traced
@@ -194,10 +194,10 @@ class TestResolve:
                 tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
             (call,) = open_lookup(Settings.current()).store.calls()
             left_out: list[LeftOut] = []
-            found = sort_out([call], [], left_out)
+            found = [*sketches(with_kernels([call], [], left_out), "cpu", False, left_out)]
             said = [each.reason for each in left_out]
             assert said == ([] if given else ["it was resolved without a grid"])
-        (sketch,) = sketches(found, "cpu", False, [])
+        (sketch,) = found
         task = sketch.make()
         dst, src, n = task.workload.args
         assert (dst.dtype, dst.shape, src.shape, n) == (torch.float16, (100,), (100,), 100)

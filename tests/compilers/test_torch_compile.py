@@ -19,7 +19,7 @@ from safetune.config import config_digest, config_record
 from safetune.errors import TuningWarning
 from safetune.keys.tuning_key import Bucket
 from safetune.miss import record, resolve
-from safetune.offline.replay import LeftOut, sketches, sort_out
+from safetune.offline.replay import LeftOut, sketches, with_kernels
 from safetune.settings import Settings
 from safetune.store.lookup import Lookup, open_lookup
 from safetune.store.records import KeyRecord
@@ -323,7 +323,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     (call,) = lookup_now().store.calls()
     assert (call.name, call.place) == ("scale_kernel", "scale:scale_kernel")
     all_left_out: list[LeftOut] = []
-    assert sort_out([call], [], all_left_out) == []
+    assert [*sketches(with_kernels([call], [], all_left_out), "cpu", False, all_left_out)] == []
     (left_out,) = all_left_out
     assert left_out.words == "scale_kernel for n=100 (float32)"
     assert "safetune.prepare" in left_out.reason
@@ -333,7 +333,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     for _ in range(2):
         record.remember(missed.request(), lookup_now().store)
         left_out: list[LeftOut] = []
-        found = sort_out(lookup_now().store.calls(), [], left_out)
+        found = with_kernels(lookup_now().store.calls(), [], left_out)
         (sketch,) = sketches(found, "cpu", False, left_out)
         task = sketch.make()
         assert left_out == []

@@ -46,6 +46,7 @@ from safetune.kernels.layer_norm import (
     layer_norm_forward_kernel,
 )
 from safetune.kernels.tiles import owned_tiles, tile_start
+from tests.kernels.owned import owned_tiles as owned_on_host
 
 pytestmark = pytest.mark.usefixtures("loops")
 
@@ -297,10 +298,10 @@ def _store_owned_tiles(
 def test_device_and_host_agree_on_the_rows(
     device: str, rows: int, height: int, in_turns: bool
 ) -> None:
-    """`owned_tiles` on the device is `GridPlan.owned_tiles`, up to the ends of 32 bits."""
+    """`owned_tiles` on the device is `owned.owned_tiles` on the host, up to the ends of 32 bits."""
     plan = plan_grid(rows, 1, 6)
     owned = [
-        [(tile.start, tile.stop) for tile in plan.owned_tiles(program, height, in_turns)]
+        [(tile.start, tile.stop) for tile in owned_on_host(plan, program, height, in_turns)]
         for program in range(plan.programs)
     ]
     most = max(map(len, owned)) + 1

@@ -17,6 +17,7 @@ from safetune.kernels.configs import (
     slice_count,
 )
 from safetune.kernels.grid_policy import PARTIALS_SHARE, GridPlan, plan_grid
+from tests.kernels.owned import owned_rows, owned_tiles
 
 #: bf16: a row of dy, x and dx; a weight's and a bias's sums in fp32, written and read.
 ROW_BYTES, PARTIAL_BYTES = 6, 16
@@ -48,7 +49,7 @@ def violations(rows: int, groups: int, stores: Stores) -> list[str]:
 
 def planned_stores(plan: GridPlan) -> Iterator[tuple[int, range]]:
     for program in range(plan.programs):
-        yield program // plan.programs_per_group, plan.owned_rows(program)
+        yield program // plan.programs_per_group, owned_rows(plan, program)
 
 
 def check(plan: GridPlan, sm_count: int, programs_per_sm: float) -> None:
@@ -89,7 +90,7 @@ def test_tiles_of_any_height_store_the_same_rows(
     tiles = [
         (program, tile)
         for program in range(plan.programs)
-        for tile in plan.owned_tiles(program, height, in_turns)
+        for tile in owned_tiles(plan, program, height, in_turns)
     ]
     stores = ((program // plan.programs_per_group, tile) for program, tile in tiles)
     assert violations(rows, groups, stores) == []
@@ -139,7 +140,7 @@ def busy_share_and_balance(plan: GridPlan, sm_count: int, slices: int) -> tuple[
     load: Counter[int] = Counter()
     for program in range(plan.programs):
         for part in range(slices):
-            load[(program * slices + part) % sm_count] += len(plan.owned_rows(program))
+            load[(program * slices + part) % sm_count] += len(owned_rows(plan, program))
     total = plan.rows * plan.groups * slices
     return len(load) / sm_count, total / sm_count / max(load.values())
 

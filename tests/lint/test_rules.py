@@ -134,26 +134,6 @@ def test_a_tensor_that_is_made_with_a_key_name_cannot_be_put_in_the_key(lint: Li
     assert rules(lint(read)) == ["stand-in"]
 
 
-#: A matrix in a descriptor, of which Triton's key has no dtype, and its dtype.
-DESCRIPTOR = """
-@triton.autotune(configs=CONFIGS, key=["M", "dtype"])
-@triton.jit
-def kernel(matrix, out, M, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    tl.store(out + tl.arange(0, BLOCK), {load}, mask=tl.arange(0, BLOCK) < M)
-
-def launch(x, out):
-    name = str(x.dtype)
-    kernel[(1,)]({matrix}, out, x.shape[0], dtype=name)
-"""
-
-
-def test_a_dtype_is_a_phantom_only_where_the_key_has_that_of_the_tensor(lint: Lint) -> None:
-    described = DESCRIPTOR.format(load="matrix.load([0])", matrix="TensorDescriptor(x, [1], [1])")
-    assert rules(lint(described)) == []
-    pointed = DESCRIPTOR.format(load="tl.load(matrix + tl.arange(0, BLOCK))", matrix="x")
-    assert rules(lint(pointed)) == ["phantom"]
-
-
 def test_a_bucket_and_a_name_without_a_launch_are_rules_too(lint: Lint) -> None:
     kernel = PRODUCT.partition("def launch")[0]
     named = kernel.replace("M, D", "M_BUCKET, D")
@@ -248,8 +228,6 @@ def test_the_dtypes_of_the_key_tell_one_optional_argument_and_not_two(lint: Lint
         ("bias = x.sum(0) if scaled else None", "scaled", []),
         ("bias = None if not scaled else x.sum(0)", "scaled", []),
         ("HAS = bias is not None; bias = x.sum(0) if HAS else None", "HAS", []),
-        ("if scaled: bias = x\n    else: bias = None", "scaled", []),
-        ("if bias is not None: HAS = True\n    else: HAS = False", "HAS", []),
         ("bias = x.sum(0) if dropout else None", "scaled", ["flag"]),
         ("if scaled: bias = x\n    else: bias = y", "scaled", ["flag"]),
         ("bias = x if scaled else None; y = y if dropout else None", "scaled", ["flag"]),
@@ -293,7 +271,6 @@ def test_a_list_of_one_config_is_not_timed(lint: Lint) -> None:
         ("made(8)", 0),
         # Not known, so nothing is said of it.
         ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in WARPS if w < 8]', 0),
-        ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in CHANGED]', 0),
         ('[triton.Config({"BLOCK": 64}, num_warps=w) for w in EITHER]', 0),
         ("looped()", 0),
         ('[triton.Config({"BLOCK": 64}, pick()), triton.Config({"BLOCK": 64}, pick())]', 0),
@@ -306,8 +283,6 @@ def test_a_config_that_is_listed_twice_is_found_where_literals_make_the_list(
 import itertools
 
 WARPS = [4, 8, 4]
-CHANGED = [4, 4]
-CHANGED.pop()
 if torch.version.hip:
     EITHER = [4]
 else:

@@ -32,7 +32,7 @@ def test_calls_of_a_module_that_cannot_be_imported_are_left_out(
     calls = [RecordedCall(key, "kernel", "broken:kernel", {}, created=0.0) for key in "ab"]
     left_out: list[replay.LeftOut] = []
 
-    assert replay.sort_out(calls, [], left_out) == []
+    assert replay.with_kernels(calls, [], left_out) == []
 
     assert {(left.words, left.reason) for left in left_out} == {
         ("kernel", f"broken cannot be imported ({error}): name its file as TARGET")

@@ -30,7 +30,6 @@ def test_parts_of_a_list_from_small_to_large_are_of_one_size() -> None:
         ({"RANK": "3", "WORLD_SIZE": "8"}, "auto", Shard(3, 8)),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "auto", Shard(0, 2)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "auto", Shard(1, 2)),
-        ({"JOB_COMPLETION_INDEX": "5"}, "auto/6", Shard(5, 6)),
     ],
 )
 def test_a_shard_is_given_or_found_in_the_variables_of_a_launcher(
@@ -44,11 +43,10 @@ def test_a_shard_is_given_or_found_in_the_variables_of_a_launcher(
     [
         ({}, "0/4", "is out of range; give 1/4 to 4/4"),
         ({}, "5/4", "is out of range; give 1/4 to 4/4"),
-        ({}, "four", "give e.g. 2/4, auto, or auto/4"),
+        ({}, "four", "give e.g. 2/4, or auto"),
         ({}, "auto", "start it with srun"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "auto", "start it with srun"),
-        ({"JOB_COMPLETION_INDEX": "5"}, "auto", "give --shard auto/N"),
-        ({"JOB_COMPLETION_INDEX": "5"}, "auto/4", "is out of range; give 1/4 to 4/4"),
+        ({}, "auto/4", "give e.g. 2/4, or auto"),
     ],
 )
 def test_what_is_not_a_shard_is_an_error_that_says_what_to_give(

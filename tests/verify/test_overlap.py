@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from safetune import safetune, triton_internals
 from safetune.errors import InvalidConfig, InvalidSetting, NotInterpretable
 from safetune.verify import watch
-from safetune.verify.overlap import check_configs, check_overlap
+from safetune.verify.overlap import check_overlap, configs_for
 
 pytestmark = pytest.mark.internals
 
@@ -711,18 +711,17 @@ class TestPointers:
             "1 of 2 programs write nothing, the first of them 1",
         )
 
-    def test_a_table_of_addresses(self) -> None:
+    def test_an_address_that_is_read_from_memory_is_outside_of_all_arguments(self) -> None:
         @triton.jit
-        def store(table, STEP: tl.constexpr):
-            address = tl.load(table + tl.program_id(0) // STEP)
+        def store(table):
+            address = tl.load(table + tl.program_id(0))
             tl.store(address.to(tl.pointer_type(tl.float32), bitcast=True), 1.0)
 
         tensors = [zeros(1) for _ in range(4)]
         table = torch.tensor([tensor.data_ptr() for tensor in tensors])
-        assert check_overlap(store, (4,), table, 1, reachable=tensors).ok
-        found = check_overlap(store, (4,), table, 2, reachable=tensors).find("overlap")
-        assert found.argument == "reachable[0]"
-        assert not check_overlap(store, (4,), table, 1).ok
+        found = check_overlap(store, (4,), table).find("outside")
+        assert (found.argument, found.elements) == ("", 4)
+        assert not any(tensor.any() for tensor in tensors)
 
     def test_a_tuple_of_tensors(self) -> None:
         @triton.jit
@@ -776,12 +775,13 @@ tuner_of = {
 @pytest.mark.parametrize("kind", tuner_of)
 class TestTuners:
     def test_each_config(self, kind: str) -> None:
-        reports = list(check_configs(tuner_of[kind], grid, zeros(100), 100, outputs=["y"]))
+        call = (tuner_of[kind], grid, zeros(100), 100)
+        reports = [check_overlap(*call, outputs=["y"], config=config) for config in CONFIGS]
 
-        assert [config for config, _ in reports] == CONFIGS
-        assert [report.ok for _, report in reports] == [True, False]
-        assert [report.grid for _, report in reports] == [(4, 1, 1)] * 2
-        assert reports[1][1].config.startswith("BLOCK=32 STEP=31")
+        assert [report.ok for report in reports] == [True, False]
+        assert [report.grid for report in reports] == [(4, 1, 1)] * 2
+        assert reports[1].config.startswith("BLOCK=32 STEP=31")
+        assert configs_for(tuner_of[kind], (zeros(100), 100), {}) == CONFIGS
 
     def test_one_config(self, kind: str) -> None:
         assert not check_overlap(tuner_of[kind], grid, zeros(100), 100, config=CONFIGS[1]).ok
@@ -823,7 +823,8 @@ class TestDecorators:
         outside = block(safetune(configs=steps, key=["n"])(triton.jit(stepping)))
 
         assert check_overlap(inside, (4,), zeros(100), 100).find("overlap").elements == 3
-        reports = [report for _, report in check_configs(outside, grid, zeros(100), 100)]
+        assert configs_for(outside, (zeros(100), 100), {}) == steps
+        reports = [check_overlap(outside, grid, zeros(100), 100, config=config) for config in steps]
         assert [report.ok for report in reports] == [False, True]
 
     def test_hooks_of_a_config_write_to_copies(self) -> None:
@@ -860,7 +861,7 @@ class TestDecorators:
             configs=CONFIGS, key=["n"], prune_configs_by={"early_config_prune": prune}
         )(triton.jit(stepping))
 
-        assert [config for config, _ in check_configs(tuner, grid, zeros(63), 63)] == CONFIGS[:1]
+        assert configs_for(tuner, (zeros(63), 63), {}) == CONFIGS[:1]
 
 
 class TestErrors:
@@ -922,7 +923,7 @@ class TestErrors:
 
     def test_no_configs(self) -> None:
         with pytest.raises(InvalidSetting, match="use check_overlap"):
-            list(check_configs(add_kernel, (1,), zeros(1), zeros(1), 1, 16))
+            configs_for(add_kernel, (zeros(1), zeros(1), 1, 16), {})
 
     def test_operations_that_the_interpreter_does_not_have_are_an_error(self) -> None:
         @triton.jit

@@ -1,19 +1,15 @@
-"""How long configs of a kernel take, by the times at which their trials were stored."""
+"""The time in the row of a trial."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
 from safetune import Workload, safetune
-from safetune.offline import plan, tasks
-from safetune.outcome import Outcome, Verdict
-from safetune.store.local.store import Store
-from safetune.store.records import TrialRecord
+from safetune.offline import tasks
 from safetune.tuning.requests import Progress
 
 
@@ -33,7 +29,7 @@ def task() -> tasks.Task:
 
 
 def test_a_judged_trial_keeps_the_time_of_its_measurement() -> None:
-    """Else all trials of a key had the time of the vote, which says nothing of their cost."""
+    """Else all trials of a key had the time of the vote."""
     seen: dict[int, float] = {}
 
     def note(step: Progress) -> None:
@@ -46,17 +42,3 @@ def test_a_judged_trial_keeps_the_time_of_its_measurement() -> None:
     slow = next(trial for trial in trials if trial.config["BLOCK"] == 2)
     assert slow.outcome.judged > 0
     assert slow.created <= seen[2]
-
-
-def test_a_pause_between_two_sweeps_does_not_count(tmp_path: Path) -> None:
-    tasks.tune_task(task(), lambda tally: None)
-    ((key, _),) = tasks.open_tuning_store().trials_of("add_kernel")
-    store = Store.open(tmp_path / "other")
-    store.put_key(key)
-    for number, created in enumerate((1000.0, 1002.0, 1006.0, 90000.0, 90003.0)):
-        outcome = Outcome(Verdict.TIMEOUT)
-        store.put_trial(TrialRecord(key.digest, str(number), {}, 1, outcome, created))
-
-    assert plan.seconds_per_config(store, "add_kernel") == 3.0
-    assert plan.seconds_per_config(store, "other_kernel") is None
-    store.close()
