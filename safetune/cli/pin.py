@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.command import Filter, command, filtered
+from safetune.cli.command import Filter, command, filtered, key_option, pairs
 from safetune.cli.emit import emit
 from safetune.cli.output import counted
 from safetune.cli.stored import check_some, kernel_argument, open_store
@@ -25,29 +25,15 @@ if TYPE_CHECKING:
 Configs = dict[str, dict[str, Any]]
 
 
-def _pairs(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    for text in texts:
-        if not all(text.partition("=")):
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in BLOCK=128")
-    return dict(text.split("=", 1) for text in texts)
-
-
 @command(
     "pin",
     "safetune pin add_kernel --key N=4096 BLOCK=128 num_warps=8",
     "safetune pin add_kernel BLOCK=128",
 )
 @kernel_argument()
-@click.argument("config", nargs=-1, required=True, metavar="NAME=VALUE...", callback=_pairs)
+@click.argument("config", nargs=-1, required=True, metavar="NAME=VALUE...", callback=pairs)
 @filtered("device", "file")
-@click.option(
-    "--key",
-    "parts",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_pairs,
-    help="Only keys with this value.",
-)
+@key_option
 def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]) -> None:
     """Launch KERNEL with the config that has these values, whatever is measured.
 

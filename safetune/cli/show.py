@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from safetune.cli.command import FILE, Filter, command, filtered
+from safetune.cli.command import FILE, Filter, command, filtered, key_option
 from safetune.cli.emit import emit
 from safetune.cli.listing import choice_data
 from safetune.cli.output import echo
@@ -24,13 +24,6 @@ from safetune.store.records import KeyRecord
 from safetune.store.schema import time_text
 
 
-def _pairs(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
-    for text in texts:
-        if "=" not in text:
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in N=1000")
-    return texts
-
-
 @command(
     "show",
     "safetune show add_kernel",
@@ -39,14 +32,7 @@ def _pairs(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tup
 )
 @kernel_argument()
 @filtered("device", "file")
-@click.option(
-    "--key",
-    "parts",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_pairs,
-    help="Only keys with this value.",
-)
+@key_option
 @click.option(
     "--all",
     "everything",
@@ -58,7 +44,7 @@ def _pairs(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tup
 def show(
     kernel: str,
     only: Filter,
-    parts: tuple[str, ...],
+    parts: dict[str, str],
     everything: bool,
     as_python: bool,
     page: Path | None,
@@ -75,7 +61,7 @@ def show(
         key
         for key in stored
         if only.matches(key.key)
-        if {*parts} <= {f"{n}={v}" for n, v in readable_call(key.key.call).items()}
+        if parts.items() <= readable_call(key.key.call).items()
     ]
     check_some(kernel, store, keys)
     chosen = keys if everything else newest_sources(keys)[0]
@@ -88,10 +74,9 @@ def show(
         emit([row for key in keys for row in _data(key)], blocks)
 
 
-def _check_names(kernel: str, parts: Sequence[str], keys: Sequence[StoredKey]) -> None:
+def _check_names(kernel: str, parts: Iterable[str], keys: Sequence[StoredKey]) -> None:
     names = dict.fromkeys(name for key in keys for name in readable_call(key.key.call))
-    for part in parts:
-        name = part.partition("=")[0]
+    for name in parts:
         if keys and name not in names:
             listed = ", ".join(names) or "no name"
             raise TargetError(f"{name} is not in the key of {kernel}, which has {listed}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli import targets, workers
-from safetune.cli.command import ARGUMENTS, Number, command
+from safetune.cli.command import ARGUMENTS, command
 from safetune.cli.display import LOOK_S, Sweep, Teller
 from safetune.cli.emit import wants_json
 from safetune.cli.output import echo, prints_to_stderr, show_traceback
@@ -90,7 +90,7 @@ _OF_ONE_KEY = (
 @click.option(
     "--top",
     metavar="SHARE",
-    type=Number(0, 1, min_open=True),
+    type=click.FloatRange(0, 1, min_open=True),
     help="With --recorded: only the keys that take this share of the time, e.g. 0.95.",
 )
 @click.option(

@@ -106,9 +106,8 @@ def test_the_demo_shows_what_it_is_meant_to_show(run: FreshProcess) -> None:
     assert "The crash and the hang cost one config each; nothing was measured twice." in output
 
 
-def test_the_versions(safetune: Any) -> None:
-    pattern = r"safetune \S+ \(Triton \S+, torch \S+, Python \S+\)\n"
-    assert re.fullmatch(pattern, safetune("--version").stdout)
+def test_the_version(safetune: Any) -> None:
+    assert re.fullmatch(r"safetune \d\S+\n", safetune("--version").stdout)
 
 
 @pytest.mark.parametrize(
