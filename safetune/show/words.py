@@ -154,22 +154,6 @@ def time_words(ms: float) -> str:
     return duration(ms) if ms > 0 else ""
 
 
-def about(seconds: float) -> str:
-    """Return a duration in one or two units."""
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes with its unit."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.3g} {unit}"
-    return f"{count} bytes"
-
-
 def date(seconds: float) -> str:
     """Return the date of a time since the epoch, in this machine's time zone."""
     return moment(seconds)[:10]
