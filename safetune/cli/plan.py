@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetune.cli.emit import emit
 from safetune.cli.output import counted
+from safetune.miss.how_far import clock_time
 from safetune.show.tables import Block, Table, heading
-from safetune.show.words import about, left_out_data
+from safetune.show.words import left_out_data
 
 if TYPE_CHECKING:
     from safetune.offline.plan import Plan
@@ -52,7 +53,7 @@ def _row(
         **shown,
         "to measure": to_measure,
         "share": "" if share is None else f"{share * 100:.3g} %",
-        "time": "" if estimate_s is None else about(estimate_s),
+        "time": "" if estimate_s is None else clock_time(estimate_s),
     }
 
 
@@ -64,6 +65,6 @@ def _in_all(plan: Plan) -> str:
         f"{counted(plan.configs, 'config')}, {plan.stored} stored, {plan.new} to measure",
     ]
     if plan.new and plan.estimate_s is not None:
-        least = "" if plan.is_estimated else "at least "
-        parts.append(f"{least}about {about(plan.estimate_s)}, as in earlier tunings")
+        least = "about" if plan.is_estimated else "at least"
+        parts.append(f"{least} {clock_time(plan.estimate_s)}, as in earlier tunings")
     return "; ".join(parts)
