@@ -101,7 +101,6 @@ def clear(
     for name in names:
         digests = {key.digest for key in keys if key.kernel_name == name}
         store.clear(name, None if everything else digests)
-    stored.shrink(store)
     data = {"kernel": kernel, "cleared": len(keys), "left_shared": left}
     lines = [f"cleared {counted(len(keys), 'key')} of {what}"]
     if left:

@@ -66,9 +66,9 @@ def export(
     elif into is not None:
         there = [into] if into.exists() else []
         _write(_packs_of(_merged(there, _stored()), only, into))
-    elif kind == tables.PACK:
+    elif directory is not None and kind == tables.PACK:
         _write(_packs_of(_stored(), only, directory))
-    else:
+    elif directory is not None:
         _write(tables.of_choices(_selected(_stored(), only), directory, kind, names))
 
 

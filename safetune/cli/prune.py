@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,6 @@ if TYPE_CHECKING:
     from safetune.offline.tasks import OfflineKernel
 
 
-def _share(_: click.Context, __: click.Parameter, text: str) -> float:
-    """Return the share in `1%` or `0.01`."""
-    with contextlib.suppress(ValueError):
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if 0 <= share < 1:
-            return share
-    raise click.BadParameter(f"{text!r} is not a fraction; give e.g. 1% or 0.01")
-
-
 @command(
     "prune",
     "safetune prune my_package.kernels:my_kernel",
@@ -38,8 +28,8 @@ def _share(_: click.Context, __: click.Parameter, text: str) -> float:
 @click.argument("target")
 @click.option(
     "--within",
-    callback=_share,
-    default="1%",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.01,
     show_default=True,
     metavar="SHARE",
     help="How much slower a key may become without the dropped configs.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.errors import StoreError, TargetError
+from safetune.errors import TargetError
 from safetune.settings import Settings
 
 if TYPE_CHECKING:
@@ -118,12 +118,6 @@ def newest_rows(store: Store) -> dict[str, float]:
     with store.tables() as database:
         newest: dict[str, Any] = {row["key"]: row["newest"] for row in database.query(_NEWEST)}
     return {key: made for key, made in newest.items() if type(made) in (int, float)}
-
-
-def shrink(store: Store) -> None:
-    """Free the space of deleted rows, if no other process uses the database."""
-    with contextlib.suppress(StoreError), store.tables() as database:
-        database.vacuum()
 
 
 def check_some(kernel: str, store: Store, matching: Sequence[object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -56,9 +55,7 @@ def place(file: str, line: int) -> str:
     """Return `file:line`, with a shortened path in a library or below the working directory."""
     if not file:
         return "(unknown file)"
-    short = _LIBRARIES.sub("", file)
-    with contextlib.suppress(OSError):  # the working directory was deleted
-        short = short.removeprefix(os.path.join(os.getcwd(), ""))
+    short = _LIBRARIES.sub("", file).removeprefix(os.path.join(os.getcwd(), ""))
     return f"{short}:{line}"
 
 

@@ -68,7 +68,7 @@ def test_two_configs_do_for_four_keys_and_what_was_not_tried_stays(
     assert found["cost"]["worst"] == pytest.approx(1.004016, abs=1e-6)
     assert found["held_out"]["keys"] == 4
 
-    less = safetune.json("prune", source, "--within", "0.1%", "--device", "SMALL")
+    less = safetune.json("prune", source, "--within", "0.001", "--device", "SMALL")
     assert blocks(less["kept"]) == [32, 64, 256, 512], "256 was not tried on this card"
     assert less["devices"] == ["small card"]
 

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,9 +22,6 @@ _SUPPORTED = (("torch", (2, 8), ()), ("triton", (3, 6), triton_internals.NEWEST)
 
 _PROBE = Path(__file__).with_name("probe.py")
 _PROBE_S = 180.0
-
-#: Open files that a process with a few tuning processes and a store needs.
-_OPEN_FILES = 256
 
 
 def versions() -> Iterator[Check]:
@@ -49,16 +45,13 @@ def versions() -> Iterator[Check]:
 
 
 def limits() -> Iterator[Check]:
-    """Check CPUs, open files, and system calls that containers forbid."""
+    """Check CPUs, and system calls that containers forbid."""
     from safetune.isolation.compile_pool import usable_cpus
 
     cpus = usable_cpus()
     at_once = f"; configs compile in {cpus} processes at once" * (cpus > 1)
     one = "give this job more CPUs: with one, configs compile one after the other" * (cpus == 1)
     yield check("CPUs", f"{cpus} usable of {os.cpu_count()}{at_once}", warn=one)
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < _OPEN_FILES
-    yield check("open files", f"at most {soft}", warn=f"ulimit -n {4 * _OPEN_FILES}" * few)
     yield _calls()
 
 
