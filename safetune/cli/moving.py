@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from safetune.store.packs.exchange import Collected
     from safetune.store.records import StoredChoice
 
-_DIRECTORY = click.Path(file_okay=False, path_type=Path)
-
 _sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True, type=FILE)
 
 
@@ -31,8 +29,8 @@ _sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True
     "safetune export --into packs",
     "safetune export --failures failures.json",
 )
-@click.argument("directory", metavar="[DIR]", type=_DIRECTORY, required=False)
-@click.option("--into", metavar="DIR", type=_DIRECTORY, help="Merge the choices into these packs.")
+@click.argument("directory", metavar="[DIR]", type=FILE, required=False)
+@click.option("--into", metavar="DIR", type=FILE, help="Merge the choices into these packs.")
 @click.option(
     "--failures",
     metavar="FILE",

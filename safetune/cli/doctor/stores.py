@@ -64,7 +64,8 @@ def cache_directory() -> Iterator[Check]:
         yield _permissions(where.directory)
         yield _space("space for the database", where.directory, "SAFETUNE_CACHE_DIR")
     else:
-        yield _space("database", where.directory, "SAFETUNE_CACHE_DIR", "does not exist yet, ")
+        words = f"{where.database} does not exist yet, "
+        yield _space("database", where.directory, "SAFETUNE_CACHE_DIR", words)
 
 
 def _database(database: Path) -> Iterator[Check]:
