@@ -235,7 +235,7 @@ def check_table(text: str, data: dict[str, Any]) -> None:
     (row,) = [line for line in lines if line.startswith("hopeless")]
     assert row.endswith("no config works")
     (row,) = [line for line in lines if line.startswith("mixed")]
-    assert row.split()[2] == mixed["choice"].split()[0].removeprefix("BLOCK=")
+    assert row.split()[1] == mixed["choice"].split()[0].removeprefix("BLOCK=")
     assert row.endswith(f"3 of 5  already tuned {today}")
     assert lines[-1] == (
         "2 tunings, 0 configs measured, 1 already tuned (--force to measure again), "
