@@ -55,7 +55,7 @@ def command(
     """Declare a command of `safetune`, with examples; it gets --debug and, as a rule, --json."""
 
     def declare(function: Callable[..., Any]) -> click.Command:
-        made = click.command(name, epilog=examples(*lines), **settings)(function)
+        made = click.command(name, click.Command, epilog=examples(*lines), **settings)(function)
         if json:
             _json_option(made)
         COMMANDS.append(debug_option(made))
