@@ -277,8 +277,8 @@ NAMES_CUDA = {
     "safetune.integrations.graph": "it is torch.cuda.graph, with a report",
     "safetune.integrations.jax": "JAX's name for the platform",
     "safetune.cli.doctor.gpus": "it checks that driver and its devices",
-    "safetune.cli.targets": "a torch device that the user names",
-    "safetune.offline.tasks": "the torch device that `--device` is by default",
+    "safetune.cli.targets": "CUDA_VISIBLE_DEVICES, which shows each process its GPU",
+    "safetune.offline.tasks": "the torch device of a workload",
     "safetune.frontend.decorator": "use_cuda_graph is a parameter of triton.autotune",
     "safetune.frontend.options": "use_cuda_graph is a parameter of triton.autotune",
 }

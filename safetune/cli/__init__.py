@@ -30,10 +30,7 @@ from safetune.cli.emit import AS_JSON, PRINTED, print_json
 from safetune.cli.output import (
     describe,
     echo,
-    forget_bad_width,
-    open_closed_streams,
     show_traceback,
-    version_of,
     warnings_as_lines,
 )
 from safetune.errors import NoWorkingConfig
@@ -103,31 +100,15 @@ def _print_error(context: click.Context, error: Exception, message: str) -> None
             print_json({"error": {"type": type(error).__name__, "message": message}})
 
 
-def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
-    if value and not context.resilient_parsing:
-        own, triton, torch = map(version_of, ("safetune", "triton", "torch"))
-        echo(f"safetune {own} (Triton {triton}, torch {torch}, Python {sys.version.split()[0]})")
-        context.exit()
-
-
 @click.group(
     cls=_Group,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples("safetune demo", "safetune tune my_kernels.py", "safetune show my_kernel"),
 )
 @debug_option
-@click.option(
-    "--version",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_print_version,
-    help="Show the versions of safetune, Triton, torch and Python.",
-)
+@click.version_option(package_name="safetune", message="%(package)s %(version)s")
 def main() -> None:
     """Tune Triton kernels in subprocesses and manage the stored choices."""
-    open_closed_streams()
-    forget_bad_width()
 
 
 for _command in COMMANDS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,36 +49,13 @@ def examples(*lines: str) -> str:
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
-class _Command(click.Command):
-    """Refuses an empty option or path, such as an unset variable of a shell gives.
-
-    It would mean something else: all devices, the working directory.
-    """
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line."""
-        if not context.resilient_parsing:
-            given, _, _ = self.make_parser(context).parse_args([*args])
-            for each in self.params:
-                value = given.get(str(each.name))
-                if value == "" or (isinstance(value, (list, tuple)) and "" in value):
-                    self._refuse(each, context)
-        return super().parse_args(context, args)
-
-    def _refuse(self, parameter: click.Parameter, context: click.Context) -> None:
-        if isinstance(parameter, click.Option):
-            raise click.UsageError(f"{max(parameter.opts, key=len)} is empty.", context)
-        if isinstance(parameter.type, click.Path):
-            raise click.UsageError(f"The path {parameter.human_readable_name} is empty.", context)
-
-
 def command(
     name: str, *lines: str, json: bool = True, **settings: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Declare a command of `safetune`, with examples; it gets --debug and, as a rule, --json."""
 
     def declare(function: Callable[..., Any]) -> click.Command:
-        made = click.command(name, _Command, epilog=examples(*lines), **settings)(function)
+        made = click.command(name, click.Command, epilog=examples(*lines), **settings)(function)
         if json:
             _json_option(made)
         COMMANDS.append(debug_option(made))
@@ -94,17 +70,6 @@ def in_another_process(*arguments: str) -> list[str]:
 
     run = "from safetune.cli import main; main(prog_name='safetune')"
     return elsewhere.python(run, *arguments)
-
-
-class Number(click.FloatRange):
-    """A number in a range; click alone accepts NaN in every range."""
-
-    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
-        """Return the number."""
-        found = super().convert(value, parameter, context)
-        if math.isnan(found):
-            self.fail(f"{value!r} is not a number.", parameter, context)
-        return found
 
 
 @dataclass(frozen=True)
@@ -122,6 +87,24 @@ class Filter:
             and self.device.lower() in str(key.device["name"]).lower()
             and self.file in f"{key.kernel_file}:{key.kernel_line}"
         )
+
+
+def pairs(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
+    """Return the values of an option by their names, from `NAME=VALUE`."""
+    for text in texts:
+        if not all(text.partition("=")):
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in N=1000")
+    return dict(text.split("=", 1) for text in texts)
+
+
+key_option: Option = click.option(
+    "--key",
+    "parts",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=pairs,
+    help="Only keys with this value.",
+)
 
 
 _FILTERS = {

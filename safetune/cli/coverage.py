@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from safetune.cli.command import command
 from safetune.cli.emit import emit
 from safetune.cli.output import counted, echo, prints_to_stderr
 from safetune.cli.stored import counts, open_store
-from safetune.keys.tuning_key import INTERPRETER
 from safetune.outcome import duration
 from safetune.settings import Mode, Settings
 from safetune.show.tables import Block, Table, heading
@@ -25,7 +23,6 @@ from safetune.show.words import call_data, call_words
 if TYPE_CHECKING:
     from safetune.offline.coverage import Covered
     from safetune.store.local.store import Store
-    from safetune.store.records import KeyRecord, RecordedCall
 
 #: How many calls without a choice of their own are listed.
 _MOST_LISTED = 10
@@ -62,7 +59,6 @@ def coverage_command(
     store = open_store() if database is None else Store.open_read_only(database)
     with prints_to_stderr():
         keys = store.keys()
-        _use_interpreter_as_recorded(store.calls(), keys)
         from safetune.offline.coverage import certain_share, coverage
         from safetune.store.lookup import open_lookup
 
@@ -78,14 +74,6 @@ def coverage_command(
         under = f", which is under {fail_under:g} %" * (share < fail_under / 100)
         echo("; ".join([had + under, *lost]), err=True)
         click.get_current_context().exit(1)
-
-
-def _use_interpreter_as_recorded(calls: Sequence[RecordedCall], keys: Sequence[KeyRecord]) -> None:
-    """Switch to Triton's interpreter if all calls come from it and the user has not decided."""
-    of_calls = {call.key for call in calls}
-    devices = {key.device["name"] for key in keys if key.digest in of_calls}
-    if devices == {INTERPRETER}:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _lost(store: Store) -> list[str]:

@@ -7,12 +7,10 @@ and the parent shows the progress of all workers.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from safetune.cli.output import echo
 from safetune.miss.how_far import HowFar, seconds_left
 
 if TYPE_CHECKING:
@@ -23,11 +21,8 @@ if TYPE_CHECKING:
 #: Of each key of a plan its tunings, and the configs to measure.
 Counts = Mapping[str, tuple[int, int]]
 
-#: How often a worker looks whether it has something to tell.
-LOOK_S = 1.0
-
-#: Making the arguments may take this long, and a step of a tuning, beside its own limits.
-_MARGIN_S = 600.0
+#: How often a worker tells how far it is.
+TELL_S = 1.0
 
 
 def counts_of(tunings: Iterable[Planned]) -> Counts:
@@ -82,19 +77,6 @@ class Sweep:
         tried, failed = (tally.done, tally.failed) if tally else (0, 0)
         return {"tried": self._tried + tried, "failed": self._failed + failed}
 
-    @property
-    def stuck_after_s(self) -> float:
-        """The longest time without a change; a tuning gives up anything that takes longer."""
-        if not self._name or (self._tally and self._tally.waits_for):
-            return math.inf
-        limits = self._tally.request.limits if self._tally else None
-        return _MARGIN_S + (limits.compile_timeout_s + limits.run_timeout_s if limits else 0.0)
-
-    @property
-    def steps(self) -> tuple[object, ...]:
-        """A value that changes with every event."""
-        return self._ended, self._name, self._tally and self._tally.steps
-
     def how_far(self) -> HowFar | None:
         """Return the progress of all tunings, with the best time of the current one.
 
@@ -124,32 +106,3 @@ class Sweep:
             key,
             tally.doing if tally else "",
         )
-
-
-def end_process(seconds: float) -> None:
-    """End this process, because a call does not return; other workers take its keys."""
-    echo(f"Error: no progress for {seconds:.0f} s; exiting", err=True)
-    os._exit(2)
-
-
-class Teller:
-    """Reports a worker's progress to its parent, and ends a worker in which nothing happens."""
-
-    def __init__(
-        self,
-        sweep: Sweep,
-        tell: Callable[[Event], None],
-        end: Callable[[float], object] = end_process,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._sweep, self._tell, self._end, self._clock = sweep, tell, end, clock
-        self._steps, self._changed_at = sweep.steps, clock()
-
-    def look(self) -> None:
-        """Print how many configs were tried, if there is news."""
-        now, steps = self._clock(), self._sweep.steps
-        if steps != self._steps:
-            self._steps, self._changed_at = steps, now
-            self._tell(self._sweep.tried)
-        elif now - self._changed_at > self._sweep.stuck_after_s:
-            self._end(now - self._changed_at)

@@ -20,9 +20,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
-from rich.console import Console
-from rich.markup import escape
-
 from safetune.cli.output import describe, innermost, show_traceback
 from safetune.errors import SafetuneError, TargetError
 from safetune.frozen import dataclass
@@ -66,7 +63,6 @@ def results(work: Work) -> Iterator[Result]:
         with (
             tempfile.TemporaryFile("w+") as stack,
             _forked(work, over, stack) as (process, receiver),
-            Console(stderr=True).status("") as status,
         ):
             try:
                 while message := _received(process, receiver):
@@ -74,7 +70,6 @@ def results(work: Work) -> Iterator[Result]:
                         raise message
                     if isinstance(message, Step):
                         step = message
-                        status.update(escape("  ".join([*step.failed[1].values()][:3])))
                     else:
                         over.add(step.place)
                         yield message

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -11,7 +10,6 @@ import click
 from safetune.cli.command import Filter, command, filtered
 from safetune.cli.emit import emit
 from safetune.cli.stored import copy_of_shared, open_store, shared_option
-from safetune.outcome import Mark
 from safetune.show.choices import choice_blocks
 from safetune.show.keys import (
     Entry,
@@ -20,75 +18,39 @@ from safetune.show.keys import (
     grouped,
     kernel_blocks,
     newest_sources,
+    remarks,
     stored_entries,
 )
 from safetune.show.tables import Block, Column
 from safetune.show.words import call_data, date, origin_word, readable_calls, time_words
-from safetune.store.records import ChoiceRecord
 from safetune.store.schema import time_text
 
-_SORTS: dict[str, Callable[[Entry], Any]] = {
-    "kernel": lambda entry: by_kernel(entry.key),
-    "time": lambda entry: entry.choice.median_ms,
-    "date": lambda entry: -entry.choice.created,
-}
 
-
-def _since(_: click.Context, __: click.Parameter, text: str | None) -> float:
-    """Return the time of a day or a minute."""
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp() if text else 0.0
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a day; give e.g. 2026-11-01") from None
-
-
-@command("list", "safetune list", "safetune list --device H100 --since 2026-11-01 --sort time")
+@command("list", "safetune list", "safetune list --device H100")
 @filtered("kernel", "device", "file")
-@click.option(
-    "--since",
-    metavar="YYYY-MM-DD",
-    callback=_since,
-    help="Only choices made on this day or later.",
-)
-@click.option("--disputed", is_flag=True, help="Only choices whose result is disputed.")
 @shared_option("List what the shared store has, instead of this node's choices.")
-@click.option(
-    "--sort",
-    type=click.Choice(list(_SORTS)),
-    default="kernel",
-    show_default=True,
-    help="Sort by kernel and file, by time, or by date, the newest first.",
-)
 @click.option(
     "--all", "everything", is_flag=True, help="Also list sources that were tuned earlier."
 )
-def list_choices(
-    only: Filter, since: float, disputed: bool, shared: bool, sort: str, everything: bool
-) -> None:
+def list_choices(only: Filter, shared: bool, everything: bool) -> None:
     """List the stored choices, one row per kernel, arguments and device.
 
     File, line and digest distinguish kernels with the same name. If a kernel's source has changed,
     only the source that was tuned last is listed. A key without a choice in the store is listed
     with its choice in the directories of SAFETUNE_PACKS.
     """
-    entries = [
-        entry
-        for entry in (stored_entries(copy_of_shared()) if shared else entries_of(open_store()))
-        if only.matches(entry.key)
-        if entry.choice.created >= since
-        if not disputed or entry.choice.dispute
-    ]
-    entries.sort(key=_SORTS[sort])
+    stored = stored_entries(copy_of_shared()) if shared else entries_of(open_store())
+    entries = [entry for entry in stored if only.matches(entry.key)]
+    entries.sort(key=lambda entry: by_kernel(entry.key))
     shown, folded = (entries, "") if everything else newest_sources(entries)
-    is_filtered = only != Filter() or bool(since) or disputed
-    blocks = _blocks(shown, folded, is_filtered)
+    blocks = _blocks(shown, folded, is_any=bool(stored))
     emit([choice_data(entry) for entry in entries], blocks)
 
 
-def _blocks(entries: Sequence[Entry], folded: str, is_filtered: bool) -> Iterator[Block]:
+def _blocks(entries: Sequence[Entry], folded: str, is_any: bool) -> Iterator[Block]:
     if not entries:
         nothing = "No choice is stored yet: launch a kernel, or run `safetune tune`."
-        yield "No choice matches." if is_filtered else nothing
+        yield "No choice matches." if is_any else nothing
     for group in grouped(entries):
         yield from kernel_blocks(group[0].key)
         choices = [entry.choice for entry in group]
@@ -96,18 +58,12 @@ def _blocks(entries: Sequence[Entry], folded: str, is_filtered: bool) -> Iterato
             Column("time", [time_words(choice.median_ms) for choice in choices]),
             Column("made", [date(choice.created) for choice in choices], spare=True),
             Column("from", [origin_word(entry.origin) for entry in group], spare=True),
-            Column("", [_remarks(choice) for choice in choices]),
+            Column("", [remarks(choice) for choice in choices]),
         ]
         calls = readable_calls([entry.key.call for entry in group])
         yield from choice_blocks(calls, [choice.config for choice in choices], columns)
     if folded:
         yield folded
-
-
-def _remarks(choice: ChoiceRecord) -> str:
-    """The marks of a choice that a table shows."""
-    marks = (Mark.PINNED, Mark.DISPUTED, Mark.SEARCHED, Mark.CONTENDED)
-    return ", ".join(mark.value for mark in marks if mark.reason_in(choice.marks))
 
 
 def choice_data(entry: Entry) -> dict[str, Any]:

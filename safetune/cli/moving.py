@@ -14,7 +14,6 @@ from safetune.cli.emit import emit
 from safetune.cli.output import counted, echo
 from safetune.cli.stored import open_store, shared_directory
 from safetune.errors import TargetError
-from safetune.settings import Settings
 
 if TYPE_CHECKING:
     from safetune.store.packs.exchange import Collected
@@ -26,12 +25,12 @@ _sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True
 @command(
     "export",
     "safetune export packs",
-    "safetune export h100.json --kernel add_kernel --device H100",
+    "safetune export packs --kernel add_kernel --device H100",
     "safetune export --into packs",
     "safetune export --failures failures.json",
 )
-@click.argument("path", metavar="[DIR|FILE]", type=FILE, required=False)
-@click.option("--into", metavar="DIR|FILE", type=FILE, help="Merge the choices into this pack.")
+@click.argument("directory", metavar="[DIR]", type=FILE, required=False)
+@click.option("--into", metavar="DIR", type=FILE, help="Merge the choices into these packs.")
 @click.option(
     "--failures",
     metavar="FILE",
@@ -43,7 +42,7 @@ _sources = click.argument("source", metavar="SOURCE...", nargs=-1, required=True
 @tables.names_option
 @filtered("kernel", "device")
 def export(
-    path: Path | None,
+    directory: Path | None,
     into: Path | None,
     failures: Path | None,
     kind: str,
@@ -52,26 +51,23 @@ def export(
 ) -> None:
     """Write the stored choices to DIR, one file per kernel and device.
 
-    With a FILE, whose name ends in .json, writes the choices of one kernel and device. With
-    --format, writes tables of vLLM, SGLang or Hugging Face kernels to DIR. With --into, merges them
-    with the choices in DIR or FILE: of two choices for the same key and configs the later
-    generation wins, then the one made first.
+    With --format, writes tables of vLLM, SGLang or Hugging Face kernels. With --into, merges them
+    with the choices in DIR: of two choices for the same key and configs the later generation wins,
+    then the one made first.
     """
+    if [directory, into, failures].count(None) != 2:
+        raise click.UsageError("Give one of DIR, --into DIR and --failures FILE.")
+    if kind != tables.PACK and directory is None:
+        raise click.UsageError(f"--format {kind} needs DIR.")
     if failures is not None:
-        if path is not None or into is not None or kind != tables.PACK:
-            raise click.UsageError("--failures FILE cannot be combined with DIR or --format.")
         _write_failures(failures, only)
     elif into is not None:
-        if path is not None or kind != tables.PACK:
-            raise click.UsageError("--into PACK cannot be combined with DIR or --format.")
         there = [into] if into.exists() else []
         _write(_packs_of(_merged(there, _stored()), only, into))
-    elif path is None:
-        raise click.UsageError("give DIR or FILE, or --into PACK")
-    elif kind == tables.PACK:
-        _write(_packs_of(_stored(), only, path))
-    else:
-        _write(tables.of_choices(_selected(_stored(), only), path, kind, names))
+    elif directory is not None and kind == tables.PACK:
+        _write(_packs_of(_stored(), only, directory))
+    elif directory is not None:
+        _write(tables.of_choices(_selected(_stored(), only), directory, kind, names))
 
 
 @command("import", "safetune import packs", "safetune import other/safetune.db")
@@ -113,18 +109,6 @@ def import_(
     emit(vars(done), [", ".join(lines)])
 
 
-def all_choices() -> list[StoredChoice]:
-    """Return every choice that a launch can find on this machine: in the store, or in a pack."""
-    from safetune.store.packs.packs import shipped
-
-    own = shipped()
-    return _merged([*_packs(), *([own] if own and any(own.glob("*.json")) else [])], _stored())
-
-
-def _packs() -> list[Path]:
-    return [path for path in Settings.current().packs if any(path.glob("*.json"))]
-
-
 def _stored() -> list[StoredChoice]:
     from safetune.store.packs import exchange
 
@@ -146,21 +130,14 @@ def _reported(collected: Collected) -> list[StoredChoice]:
 
 
 def _packs_of(
-    entries: Sequence[StoredChoice], only: Filter, path: Path
+    entries: Sequence[StoredChoice], only: Filter, directory: Path
 ) -> dict[Path, tuple[str, int]]:
-    """Return the packs of the selected choices: in a directory, or a file with the only one."""
+    """Return the packs of the selected choices."""
     from safetune.store.packs import exchange
     from safetune.store.packs.packs import dump
 
     packs = exchange.packs_of(_selected(entries, only))
-    if path.suffix == ".json" and not path.is_dir():
-        if len(packs) > 1:
-            raise TargetError(
-                f"{path} is one file, but {len(packs)} packs would be written: give a directory, "
-                f"or choose with --kernel and --device one of {', '.join(packs)}"
-            )
-        packs = {"": next(iter(packs.values()))}
-    return {path / name: (dump(pack), len(pack)) for name, pack in packs.items()}
+    return {directory / name: (dump(pack), len(pack)) for name, pack in packs.items()}
 
 
 def _write(files: Mapping[Path, tuple[str, int]]) -> None:
@@ -189,10 +166,4 @@ def _selected(entries: Sequence[StoredChoice], only: Filter) -> list[StoredChoic
         return found
     if not entries:
         raise TargetError("no choice is stored yet; run `safetune tune` first")
-    wanted = [f"kernel {name!r}" for name in only.kernel]
-    wanted += [f"device {only.device!r}"] * bool(only.device)
-    there = sorted({(e.key.kernel_name, str(e.key.device["name"])) for e in entries})
-    listed = ", ".join(f"{name} on {model}" for name, model in there)
-    raise TargetError(
-        f"no choice is stored for {' and '.join(wanted)}; choices are stored for: {listed}"
-    )
+    raise TargetError("no stored choice matches --kernel and --device; see `safetune list`")

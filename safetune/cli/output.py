@@ -139,25 +139,3 @@ def prints_to_stderr() -> Iterator[None]:
                 at_the_end.callback(os.dup2, own, _STDOUT)
         at_the_end.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield
-
-
-def open_closed_streams() -> None:
-    """Open the standard streams that the caller has closed on the null device.
-
-    Otherwise a file or a pipe gets their numbers, and printed text ends up there.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-            if getattr(sys, name) is None:
-                mode = "w" if number else "r"
-                setattr(sys, name, open(opened, mode, closefd=False))  # noqa: SIM115 - it stays
-
-
-def forget_bad_width() -> None:
-    """Unset $COLUMNS if it is no width: at 0, as without a terminal, tables would have no text."""
-    text = os.environ.get("COLUMNS", "")
-    if not (text.isdecimal() and int(text)):
-        os.environ.pop("COLUMNS", None)

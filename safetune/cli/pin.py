@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.cli.command import Filter, command, filtered
+from safetune.cli.command import Filter, command, filtered, key_option, pairs
 from safetune.cli.emit import emit
 from safetune.cli.output import counted
-from safetune.cli.stored import check_some, kernel_argument, open_store
-from safetune.errors import TargetError, with_nearest
+from safetune.cli.stored import check_some, open_store
+from safetune.errors import TargetError
 from safetune.keys.tuning_key import readable
 from safetune.outcome import Mark
-from safetune.show.words import call_words, config_words, readable_call
-from safetune.store.records import PINNED_LIST, ChoiceRecord, KeyRecord, StoredChoice, TrialRecord
+from safetune.show.words import call_words, config_words, readable_call, words
+from safetune.store.records import PINNED_LIST, ChoiceRecord, KeyRecord, StoredChoice
 
 if TYPE_CHECKING:
     from safetune.store.local.store import Store
@@ -25,29 +26,15 @@ if TYPE_CHECKING:
 Configs = dict[str, dict[str, Any]]
 
 
-def _pairs(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    for text in texts:
-        if not all(text.partition("=")):
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in BLOCK=128")
-    return dict(text.split("=", 1) for text in texts)
-
-
 @command(
     "pin",
     "safetune pin add_kernel --key N=4096 BLOCK=128 num_warps=8",
     "safetune pin add_kernel BLOCK=128",
 )
-@kernel_argument()
-@click.argument("config", nargs=-1, required=True, metavar="NAME=VALUE...", callback=_pairs)
+@click.argument("kernel")
+@click.argument("config", nargs=-1, required=True, metavar="NAME=VALUE...", callback=pairs)
 @filtered("device", "file")
-@click.option(
-    "--key",
-    "parts",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_pairs,
-    help="Only keys with this value.",
-)
+@key_option
 def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]) -> None:
     """Launch KERNEL with the config that has these values, whatever is measured.
 
@@ -64,10 +51,10 @@ def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]
         if only.matches(key) and parts.items() <= readable_call(key.call).items()
     ]
     check_some(kernel, store, keys)
-    sources = {key.kernel_digest for key in keys}
-    of_source = {digest: _configs(store, kernel, digest) for digest in sources}
+    of_source = _tried(store, kernel)
     # An older source of the kernel may have had other configs.
-    with_config = {d for d, found in of_source.items() if _matching(found, config)}
+    sources = {key.kernel_digest for key in keys}
+    with_config = {d for d in sources if _matching(of_source[d], config)}
     digests = with_config or {keys[-1].kernel_digest}
     chosen = {digest: _only(kernel, of_source[digest], config) for digest in digests}
     pinned = [
@@ -81,18 +68,15 @@ def pin(kernel: str, config: dict[str, str], only: Filter, parts: dict[str, str]
     emit(data, [f"pinned {words} for {counted(len(pinned), 'key')} of {kernel}"])
 
 
-def _configs(store: Store, kernel: str, digest: str) -> Configs:
-    """Return the configs that were tried or launched for a source of a kernel."""
-    tried: Sequence[tuple[KeyRecord, Sequence[TrialRecord | ChoiceRecord]]] = [
-        *store.trials_of(kernel),
-        *((entry.key, [entry.choice]) for entry in store.choices_of_lists(kernel)),
-    ]
-    return {
-        record.config_digest: record.config
-        for key, records in tried
-        if key.kernel_digest == digest
-        for record in records
-    }
+def _tried(store: Store, kernel: str) -> defaultdict[str, Configs]:
+    """Return the configs that were tried or chosen, by the source of the kernel."""
+    found = defaultdict[str, Configs](dict)
+    for key, trials in store.trials_of(kernel):
+        found[key.kernel_digest].update((trial.config_digest, trial.config) for trial in trials)
+    for stored in store.choices_of_lists(kernel):
+        choice = stored.choice
+        found[stored.key.kernel_digest].setdefault(choice.config_digest, choice.config)
+    return found
 
 
 def _matching(configs: Configs, wanted: Mapping[str, str]) -> Configs:
@@ -110,28 +94,15 @@ def _only(kernel: str, configs: Configs, wanted: Mapping[str, str]) -> tuple[str
     found = _matching(configs, wanted)
     if len(found) == 1:
         return next(iter(found.items()))
-    values = [_values(record) for record in configs.values()]
-    names = list(dict.fromkeys(name for each in values for name in each))
-    if unknown := [name for name in wanted if name not in names]:
-        raise TargetError(
-            f"the configs of {kernel} do not set {with_nearest(unknown, names)}; they set "
-            f"{', '.join(names)}"
-        )
     if found:
         listed = "; ".join(map(config_words, found.values()))
         raise TargetError(
             f"{len(found)} configs of {kernel} have these values; give more values to select one "
             f"of: {listed}"
         )
-    for name, value in wanted.items():
-        known = list(dict.fromkeys(each[name] for each in values if name in each))
-        if value not in known:
-            raise TargetError(
-                f"no config of {kernel} has {name}={value}; {name} can be {', '.join(known)}. To "
-                "pin another value, first declare a config that sets it and tune"
-            )
     raise TargetError(
-        f"no config of {kernel} has all of these values; `safetune show {kernel} --all` lists them"
+        f"no config of {kernel} that was tried has {words(wanted)}. One is "
+        f"{config_words(next(iter(configs.values())))}; `safetune show {kernel} --all` lists all"
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,21 +13,11 @@ from safetune.cli.emit import emit
 from safetune.cli.output import counted, echo, prints_to_stderr
 from safetune.cli.stored import open_store
 from safetune.errors import TargetError
-from safetune.show.tables import Block, Table, heading, verbatim
-from safetune.show.words import call_data, call_words, config_source, config_words
+from safetune.show.tables import Block, verbatim
+from safetune.show.words import config_source, config_words
 
 if TYPE_CHECKING:
-    from safetune.offline.shortlist import Measured
     from safetune.offline.tasks import OfflineKernel
-
-
-def _share(_: click.Context, __: click.Parameter, text: str) -> float:
-    """Return the share in `1%` or `0.01`."""
-    with contextlib.suppress(ValueError):
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if 0 <= share < 1:
-            return share
-    raise click.BadParameter(f"{text!r} is not a fraction; give e.g. 1% or 0.01")
 
 
 @command(
@@ -39,8 +28,8 @@ def _share(_: click.Context, __: click.Parameter, text: str) -> float:
 @click.argument("target")
 @click.option(
     "--within",
-    callback=_share,
-    default="1%",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.01,
     show_default=True,
     metavar="SHARE",
     help="How much slower a key may become without the dropped configs.",
@@ -55,18 +44,18 @@ def _share(_: click.Context, __: click.Parameter, text: str) -> float:
 def prune_command(target: str, within: float, keep: int | None, only: Filter) -> None:
     """Find a short list of configs that keeps every stored key fast, and print it as source.
 
-    TARGET is package.module:kernel or file.py:kernel, or the name of a stored kernel. Uses the
-    stored keys of every device and dtype.
+    TARGET is package.module:kernel or file.py:kernel. Uses the stored keys of every device and
+    dtype.
     """
     from safetune.offline import shortlist
 
     store = open_store()
-    kernel = _kernel(target, store.kernels())
-    name, digest = (kernel.name, kernel.tuner.identity.digest) if kernel else (target, "")
+    kernel = _kernel(target)
+    name, digest = kernel.name, kernel.tuner.identity.digest
     stored = [(key, trials) for key, trials in store.trials_of(name) if only.matches(key)]
     newest = shortlist.of_newest(stored, name, digest)
     tried = {trial.config_digest: trial.config for _, trials in newest for trial in trials}
-    configs = tried if kernel is None else _declared(kernel, tried)
+    configs = _declared(kernel, tried)
     keys = shortlist.measured_keys(newest, configs)
     if not keys:
         raise TargetError(f"no config of {name} has worked for a stored key")
@@ -77,32 +66,18 @@ def prune_command(target: str, within: float, keep: int | None, only: Filter) ->
     data = {
         "kernel": name,
         "within": within,
-        "declared": len(configs),
         "kept": [configs[digest] for digest in kept],
-        "dropped": [
-            {"config": config, "won": _won(keys, digest, found)}
-            for digest, config in configs.items()
-            if digest not in kept
-        ],
-        "not_declared": len(tried.keys() - configs.keys()),
+        "dropped": [config for digest, config in configs.items() if digest not in kept],
         "never_tried": [configs[digest] for digest in untried],
         "keys": len(keys),
         "devices": sorted({str(key.key.device["name"]) for key in keys}),
         "cost": vars(shortlist.cost(keys, found)),
         "held_out": held_out and vars(held_out),
     }
-    wins = shortlist.wins(keys)
-    emit(data, _blocks(data, [wins[digest] for digest in kept]))
+    emit(data, _blocks(data))
 
 
-def _kernel(target: str, stored: Sequence[str]) -> OfflineKernel | None:
-    """Return the kernel of a TARGET; None for the name of a stored one."""
-    if target in stored:
-        return None
-    if target.isidentifier():
-        raise TargetError(
-            f"no kernel {target} is stored: see `safetune list`, or give package.module:{target}"
-        )
+def _kernel(target: str) -> OfflineKernel:
     with prints_to_stderr():
         kernels = targets.kernels_of([target], with_workload=False)
     if len(kernels) > 1:
@@ -127,68 +102,23 @@ def _declared(kernel: OfflineKernel, stored: Mapping[str, Any]) -> dict[str, Any
     return {digest: stored.get(digest, record) for digest, record in records.items()}
 
 
-def _won(keys: Sequence[Measured], digest: str, kept: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the keys on which a dropped config was the fastest, and their slowdown without it."""
-    return [
-        {
-            "call": call_data(key.key.call),
-            "words": call_words(key.key.call),
-            "device": key.key.device["name"],
-            "slower": key.slowdown(kept) - 1,
-        }
-        for key in keys
-        if key.winner() == digest
-    ]
-
-
-def _blocks(data: Mapping[str, Any], wins: Sequence[int]) -> Iterator[Block]:
-    """Yield the number of remaining configs and its cost, the configs, and the list as source."""
-    keys = counted(data["keys"], "key")
+def _blocks(data: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield the number of remaining configs and its cost, and the list as source."""
+    declared = counted(len(data["kept"]) + len(data["dropped"]), "config")
     yield (
-        f"{data['kernel']}: {len(data['kept'])} of {counted(data['declared'], 'config')} stay, "
-        f"by the trials of {keys} on {', '.join(data['devices'])}"
+        f"{data['kernel']}: {len(data['kept'])} of {declared} stay, by the trials of "
+        f"{counted(data['keys'], 'key')} on {', '.join(data['devices'])}"
     )
-    costs = {
-        "slower than with all configs": data["cost"],
-        "on keys that the list was not made from": data["held_out"],
-    }
-    for what, cost in costs.items():
-        if cost:
-            yield f"{what}: {_cost_words(**cost)}"
-    yield from _config_blocks(data, wins)
+    yield f"slower than with all configs: {_cost_words(**data['cost'])}"
+    if data["held_out"]:
+        yield f"on keys that the list was not made from: {_cost_words(**data['held_out'])}"
+    if data["never_tried"]:
+        yield f"never tried, so they stay: {'; '.join(map(config_words, data['never_tried']))}"
     if data["dropped"]:
         sources = [f"    {config_source(config)}" for config in data["kept"]]
         yield verbatim("\n".join(["configs=[", *sources, "],"]))
 
 
 def _cost_words(*, mean: float, worst: float, failed: int, keys: int) -> str:
-    without = f"; {counted(failed, 'key')} would have no working config" * bool(failed)
+    without = f"; {failed} of {counted(keys, 'key')} would have no working config" * bool(failed)
     return f"{mean - 1:.2%} in the geometric mean, {worst - 1:.2%} at worst{without}"
-
-
-def _config_blocks(data: Mapping[str, Any], wins: Sequence[int]) -> Iterator[Block]:
-    """Yield the remaining configs, and the keys on which each dropped one was the fastest."""
-    stays = [
-        {
-            "config": config_words(config),
-            "the fastest on": "never tried"
-            if config in data["never_tried"]
-            else counted(won, "key"),
-        }
-        for config, won in zip(data["kept"], wins, strict=True)
-    ]
-    dropped = [
-        {
-            "config": config_words(each["config"]),
-            "was the fastest on": ", ".join(key["words"] for key in each["won"]),
-            "slowdown there": f"at most {max(key['slower'] for key in each['won']):.2%}",
-        }
-        for each in data["dropped"]
-        if each["won"]
-    ]
-    for title, rows in (("stays", stays), ("dropped", dropped)):
-        if rows:
-            yield from (heading(title), Table.of(rows), "")
-    never = [config_words(each["config"]) for each in data["dropped"] if not each["won"]]
-    if never:
-        yield f"dropped, and never the fastest: {'; '.join(never)}"

@@ -13,7 +13,7 @@ from safetune.cli.output import counted, describe, echo
 from safetune.cli.workers import Event
 from safetune.errors import NoWorkingConfig, SafetuneError
 from safetune.outcome import Mark, Outcome
-from safetune.show.choices import Row, Summary, failures, summary_blocks, trial_blocks
+from safetune.show.choices import Row, Summary, failures, summary_blocks
 from safetune.show.tables import Block, heading
 from safetune.show.words import config_words, date, origin_words, outcome_data
 from safetune.store.schema import time_text
@@ -92,14 +92,10 @@ def _event(
 
 
 class Report:
-    """The events of all tunings; at the end it prints for each its facts and a row per config.
+    """The events of all tunings; at the end it prints a row for each."""
 
-    With `everything`, prints every config.
-    """
-
-    def __init__(self, allow_disputed: bool, everything: bool = False) -> None:
+    def __init__(self, allow_disputed: bool) -> None:
         self._allow_disputed = allow_disputed
-        self._everything = everything
         self.tuned: list[tuple[dict[str, Any], list[Row]]] = []
         #: Recorded calls, each in `words`, with the `reason`, and whether they `failed`.
         self.left_out: list[dict[str, Any]] = []
@@ -172,33 +168,28 @@ class Report:
         return sum(tuning["measured"] for tuning, _ in self.tuned)
 
     def _blocks(self, failed: int, disputed: int) -> Iterator[Block]:
-        if self._everything:
-            for tuning, rows in self.tuned:
-                yield from _all_blocks(tuning, rows)
-        else:
-            for kernel in dict.fromkeys(tuning["kernel"] for tuning, _ in self.tuned):
-                of_kernel = [each for each in self.tuned if each[0]["kernel"] == kernel]
-                devices = {tuning["device"] for tuning, _ in of_kernel}
-                names = ("shape", "dtype", "device")[: 2 + (len(devices) > 1)]
-                yield heading(kernel)
-                yield from summary_blocks([_summary(*each, names) for each in of_kernel])
+        for kernel in dict.fromkeys(tuning["kernel"] for tuning, _ in self.tuned):
+            of_kernel = [each for each in self.tuned if each[0]["kernel"] == kernel]
+            devices = {tuning["device"] for tuning, _ in of_kernel}
+            names = ("shape", "dtype", "device")[: 2 + (len(devices) > 1)]
+            yield heading(kernel)
+            yield from summary_blocks([_summary(*each, names) for each in of_kernel])
         verdicts = failures([row for _, rows in self.tuned for row in rows])
         if verdicts:
             causes = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-            hint = "" if self._everything else "; --all says why"
-            yield f"configs that failed: {causes}{hint}"
+            yield f"configs that failed: {causes}; `safetune show KERNEL` says why"
         known = sum(bool(_news(tuning)) for tuning, _ in self.tuned)
         stored = sum(not (tuning["choice"] or tuning["measured"]) for tuning, _ in self.tuned)
-        not_begun = len(self.not_begun) + sum(left["failed"] for left in self.left_out)
-        yield (
-            f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
-            + (f", {known} already tuned (--force to measure again)" if known else "")
-            + (f", {failed} without a working config" if failed else "")
-            + (f" ({stored} by stored outcomes: --force to measure again)" if stored else "")
-            + (f", {disputed} with a disputed result" if disputed else "")
-            + (f", {not_begun} not begun" if not_begun else "")
-            + (f", {self.left} left to other processes, which tune them" if self.left else "")
+        by_stored = f" ({stored} by stored outcomes: --force to measure again)" * bool(stored)
+        parts = (
+            (known, "already tuned (--force to measure again)"),
+            (failed, f"without a working config{by_stored}"),
+            (disputed, "with a disputed result"),
+            (len(self.not_begun) + sum(left["failed"] for left in self.left_out), "not begun"),
+            (self.left, "left to other processes, which tune them"),
         )
+        done = f"{counted(len(self.tuned), 'tuning')}, {counted(self._measured, 'config')} measured"
+        yield ", ".join([done, *(f"{count} {what}" for count, what in parts if count)])
         yield from map(_left_out_words, self.left_out)
 
 
@@ -212,24 +203,11 @@ def _tell_tuned(name: str, facts: Mapping[str, Any]) -> None:
     echo(f"{name}: {words}  ({news})", err=True)
 
 
-def _all_blocks(tuning: Mapping[str, Any], rows: list[Row]) -> Iterator[Block]:
-    summary = _summary(tuning, rows)
-    note = summary.note or f"{tuning['measured']} measured"
-    yield heading(f"{'  '.join(summary.call.values())}  ({note})")
-    if tuning["choice"] and not any(row.chosen for row in rows):
-        yield from summary_blocks([summary])
-    yield from trial_blocks(rows)
-    yield ""
-
-
-def _summary(
-    tuning: Mapping[str, Any], rows: list[Row], names: Iterable[str] = OF_TITLE
-) -> Summary:
+def _summary(tuning: Mapping[str, Any], rows: list[Row], names: Iterable[str]) -> Summary:
     call = {name: str(tuning[name]) for name in names}
     if tuning["choice"] is None:
         return Summary(call, rows, None, note="no config works")
-    made_here = any(row.chosen for row in rows)
-    source = "" if made_here else origin_words(tuning["origin"])
+    source = "" if any(row.chosen for row in rows) else origin_words(tuning["origin"])
     note = ", ".join(filter(None, (_news(tuning), source, "disputed" * bool(tuning["disputed"]))))
     return Summary(call, rows, tuning["config"], tuning["median_ms"], note)
 

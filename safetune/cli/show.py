@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from safetune.cli.command import FILE, Filter, command, filtered
+from safetune.cli.command import FILE, Filter, command, filtered, key_option
 from safetune.cli.emit import emit
 from safetune.cli.listing import choice_data
 from safetune.cli.output import echo
-from safetune.cli.stored import check_some, kernel_argument, open_store
-from safetune.errors import TargetError
-from safetune.settings import Settings
+from safetune.cli.stored import check_some, open_store
 from safetune.show.decorator import decorators
 from safetune.show.keys import StoredKey, key_blocks, keys_of, newest_sources
+from safetune.show.page import page as html_page
 from safetune.show.words import call_data, outcome_data, readable_call
-from safetune.store.records import KeyRecord
 from safetune.store.schema import time_text
-
-
-def _pairs(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
-    for text in texts:
-        if "=" not in text:
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in N=1000")
-    return texts
 
 
 @command(
@@ -37,16 +26,9 @@ def _pairs(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tup
     "safetune show add_kernel --all",
     "safetune show add_kernel --html add_kernel.html",
 )
-@kernel_argument()
+@click.argument("kernel")
 @filtered("device", "file")
-@click.option(
-    "--key",
-    "parts",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_pairs,
-    help="Only keys with this value.",
-)
+@key_option
 @click.option(
     "--all",
     "everything",
@@ -58,7 +40,7 @@ def _pairs(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> tup
 def show(
     kernel: str,
     only: Filter,
-    parts: tuple[str, ...],
+    parts: dict[str, str],
     everything: bool,
     as_python: bool,
     page: Path | None,
@@ -69,42 +51,20 @@ def show(
     verdict, time and a bar for the speed of its last trial.
     """
     store = open_store()
-    stored = keys_of(store, kernel)
-    _check_names(kernel, parts, stored)
     keys = [
         key
-        for key in stored
+        for key in keys_of(store, kernel)
         if only.matches(key.key)
-        if {*parts} <= {f"{n}={v}" for n, v in readable_call(key.key.call).items()}
+        if parts.items() <= readable_call(key.key.call).items()
     ]
     check_some(kernel, store, keys)
     chosen = keys if everything else newest_sources(keys)[0]
     if page is not None:
-        _write_page(page, kernel, chosen)
-    elif as_python:
-        emit([row for key in keys for row in _data(key)], decorators(chosen))
-    else:
-        blocks = key_blocks(keys, everything, _classes_of_names)
-        emit([row for key in keys for row in _data(key)], blocks)
-
-
-def _check_names(kernel: str, parts: Sequence[str], keys: Sequence[StoredKey]) -> None:
-    names = dict.fromkeys(name for key in keys for name in readable_call(key.key.call))
-    for part in parts:
-        name = part.partition("=")[0]
-        if keys and name not in names:
-            listed = ", ".join(names) or "no name"
-            raise TargetError(f"{name} is not in the key of {kernel}, which has {listed}")
-
-
-def _write_page(path: Path, kernel: str, keys: list[StoredKey]) -> None:
-    from safetune.show.page import page
-
-    try:
-        path.write_text(page(kernel, keys), encoding="utf-8")
-    except OSError as error:
-        raise TargetError(f"cannot write {path}: {error.strerror}") from None
-    echo(f"written: {path}", err=True)
+        page.write_text(html_page(kernel, chosen), encoding="utf-8")
+        echo(f"written: {page}", err=True)
+        return
+    blocks = decorators(chosen) if as_python else key_blocks(keys, everything)
+    emit([row for key in keys for row in _data(key)], blocks)
 
 
 def _data(stored: StoredKey) -> Iterator[dict[str, Any]]:
@@ -125,22 +85,3 @@ def _data(stored: StoredKey) -> Iterator[dict[str, Any]]:
             **outcome_data(trial.outcome),
             "with_other_calls": [outcome_data(outcome) for outcome in row.elsewhere],
         }
-
-
-def _classes_of_names(key: KeyRecord) -> str:
-    """Return the class of each key name by the file's present text; empty if unknown."""
-    return _classes_in(key.kernel_file, key.kernel_name)
-
-
-@functools.cache
-def _classes_in(file: str, kernel: str) -> str:
-    from safetune.keys.key_names import report_of
-    from safetune.lint.check import tuners_under
-
-    with contextlib.suppress(Exception):  # a file that has changed, or gone, is not an error here
-        for tuner in tuners_under([Path(file)] if file else []):
-            written = tuner.key()
-            if tuner.name == kernel and written is not None:
-                report = report_of(tuner.facts(), written, Settings.current().phantom)
-                return "; ".join(f"{name.name}: {name.reason}" for name in report.names)
-    return ""

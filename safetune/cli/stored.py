@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safetune.errors import SafetuneError, StoreError, TargetError
+from safetune.errors import TargetError
 from safetune.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,19 +30,6 @@ _NEWEST = (
     "SELECT key, max(created) AS newest FROM (SELECT key, created FROM trial "
     "UNION ALL SELECT key, created FROM choice UNION ALL SELECT key, created FROM call) GROUP BY 1"
 )
-
-
-def _kernel_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """The stored names that begin with a text, for a shell that completes the command line."""
-    try:
-        return [name for name in open_store().kernels() if name.startswith(incomplete)]
-    except SafetuneError:
-        return []
-
-
-def kernel_argument(required: bool = True) -> Option:
-    """Add the name of a stored kernel."""
-    return click.argument("kernel", required=required, shell_complete=_kernel_names)
 
 
 def located(writes: bool = False) -> Location:
@@ -133,12 +120,6 @@ def newest_rows(store: Store) -> dict[str, float]:
     return {key: made for key, made in newest.items() if type(made) in (int, float)}
 
 
-def shrink(store: Store) -> None:
-    """Free the space of deleted rows, if no other process uses the database."""
-    with contextlib.suppress(StoreError), store.tables() as database:
-        database.vacuum()
-
-
 def check_some(kernel: str, store: Store, matching: Sequence[object]) -> None:
     """Raise `TargetError` unless a stored key of a kernel matches the options."""
     if matching:
@@ -146,7 +127,6 @@ def check_some(kernel: str, store: Store, matching: Sequence[object]) -> None:
     names = store.kernels()
     if kernel in names:
         raise TargetError(f"no key of {kernel} matches these options; see `safetune show {kernel}`")
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    listed = ", ".join(names[:_MOST_NAMES]) + more
+    listed = ", ".join(names[:_MOST_NAMES]) + ", …" * (len(names) > _MOST_NAMES)
     known = f"stored kernels: {listed}" if names else "the store is empty"
     raise TargetError(f"no kernel named {kernel!r} is stored; {known}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from safetune.cli.command import Option
+from safetune.cli.command import Option, pairs
 from safetune.cli.output import echo, prints_to_stderr
 from safetune.cli.stored import open_store
 from safetune.errors import TargetError
@@ -16,14 +16,6 @@ from safetune.store.records import StoredChoice
 #: The format of packs, beside those of `tables.Kind`.
 PACK = "pack"
 _TABLES = ("vllm", "sglang", "hf")
-
-
-def _names(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    """Return the key's names by the tables' names, from `M=n_tokens`."""
-    for text in texts:
-        if not all(text.partition("=")):
-            raise click.BadParameter(f"{text!r} is not TABLE=KEY, as in M=n_tokens")
-    return dict(text.split("=", 1) for text in texts)
 
 
 format_option: Option = click.option(
@@ -38,7 +30,7 @@ names_option: Option = click.option(
     "--name",
     "names",
     multiple=True,
-    callback=_names,
+    callback=pairs,
     metavar="TABLE=KEY",
     help="Match a name in the tables to a name in the kernel's key, e.g. M=n_tokens.",
 )

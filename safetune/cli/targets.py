@@ -222,24 +222,12 @@ def _visible_gpus() -> list[str]:
     return visible.split(",")[:count] if visible else [str(number) for number in range(count)]
 
 
-def check_device(kernels: Iterable[OfflineKernel], device: str | None) -> None:
-    """Raise `NoDevice` or `TargetError` if the kernels cannot run (on that torch device)."""
-    import torch
-
+def check_device(kernels: Iterable[OfflineKernel]) -> None:
+    """Raise `NoDevice` if the kernels cannot run here."""
     from safetune.keys.tuning_key import active_driver
 
     if not all(kernel.interpreted for kernel in kernels):
         active_driver()
-    if device is None:
-        return
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise TargetError(
-            f"--device {device!r} is not a torch device; try cuda, cuda:1 or cpu"
-        ) from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise NoDevice(f"--device {device!r} needs a GPU, but torch finds none")
 
 
 def check_shapes(shapes: Iterable[str], names: Sequence[str]) -> None:
@@ -323,16 +311,11 @@ def _imported(source: str) -> ModuleType:
 def _files_with_kernels(directory: Path) -> list[Path]:
     """The files below a directory whose text may declare workloads; no other file is run."""
     found = []
-    for folder, inner, names in os.walk(directory):
-        inner[:] = sorted(
-            name
-            for name in inner
-            if not name.startswith((".", "__")) and not Path(folder, name, "pyvenv.cfg").exists()
-        )
-        for name in sorted(names):
-            file = Path(folder, name)
-            if name.startswith(".") or file.suffix != ".py" or not file.is_file():
-                continue  # an editor marks what it has open by a link to nothing
+    for file in sorted(directory.rglob("*.py")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
+        if (
+            not is_hidden and file.is_file()
+        ):  # an editor marks what it has open by a link to nothing
             text = file.read_bytes()
             if b"safetune" in text and b".workload" in text:
                 found.append(file)

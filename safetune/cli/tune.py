@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli import targets, workers
-from safetune.cli.command import ARGUMENTS, Number, command
-from safetune.cli.display import LOOK_S, Sweep, Teller
+from safetune.cli.command import ARGUMENTS, command
+from safetune.cli.display import TELL_S, Sweep
 from safetune.cli.emit import wants_json
 from safetune.cli.output import echo, prints_to_stderr, show_traceback
 from safetune.cli.plan import print_plan
@@ -64,7 +64,6 @@ _OF_ONE_KEY = (
     "srun safetune tune my_kernels.py --shard auto",
 )
 @targets.workload_options(required=False)
-@click.option("--device", metavar="DEVICE", help="The torch device to tune on, e.g. cuda:1.")
 @click.option("--devices", metavar="all|0,3", help="Tune on these GPUs of this machine at once.")
 @click.option(
     "--shard",
@@ -90,14 +89,13 @@ _OF_ONE_KEY = (
 @click.option(
     "--top",
     metavar="SHARE",
-    type=Number(0, 1, min_open=True),
+    type=click.FloatRange(0, 1, min_open=True),
     help="With --recorded: only the keys that take this share of the time, e.g. 0.95.",
 )
 @click.option(
     "--allow-disputed", is_flag=True, help="Exit with 0 even if the result of a choice is disputed."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be measured, and measure nothing.")
-@click.option("--all", "everything", is_flag=True, help="Print every config, not only the choices.")
 def tune_command(**given: Any) -> None:
     """Tune the kernels of TARGET and store every outcome.
 
@@ -119,19 +117,23 @@ def tune_command(**given: Any) -> None:
     # A cluster may have GPUs where this machine has none.
     switched = not (options.ray and elsewhere) and targets.use_interpreter_without_gpu()
     devices = targets.devices_of(options.devices) if options.devices else {}
-    report = Report(options.allow_disputed, options.everything)
+    if switched:
+        echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
+    report = Report(options.allow_disputed)
     left_out: list[LeftOut] = []
     try:
         if elsewhere:
-            _tell_switched(switched)
             _tune_elsewhere(options, devices, report)
             sys.exit(report.print())
+        from safetune.offline.plan import plan as make_plan
+        from safetune.offline.tasks import open_tuning_store
+
         with prints_to_stderr():
             sketches = _asked_for(options, left_out)
-            _tell_switched(switched)
             if not options.dry_run:
                 check_writable()
-            plan = _planned(shard.of(sketches), options)
+            store = open_tuning_store(options.dry_run)
+            plan = make_plan(shard.of(sketches), store, _most_s(options))
             if not options.dry_run:
                 _tune_all(plan, left_out, options, parent, report)
                 _check_written()
@@ -152,9 +154,7 @@ def _check(options: SimpleNamespace) -> None:
     targets.check_wanted(options.target, options.shape, options.dtype, options.recorded)
     if options.top is not None and not options.recorded:
         raise click.UsageError("--top needs --recorded.")
-    if options.device and options.devices:
-        raise click.UsageError("Give --device or --devices, not both.")
-    if options.ray and (options.device or options.devices or options.shard):
+    if options.ray and (options.devices or options.shard):
         raise click.UsageError("Give no device and no shard with --ray: Ray places the work.")
 
 
@@ -182,7 +182,7 @@ def _declared(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> lis
     sketches = [
         sketch
         for kernel in kernels
-        for stream in tasks.streams(kernel, options.device, options.dtype)
+        for stream in tasks.streams(kernel, None, options.dtype)
         for sketch in plan.sketches(stream, wanted, options.force)
     ]
     if not names:
@@ -202,23 +202,16 @@ def _recorded(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned
         stored = shares.top(stored, options.top)
     found = replay.with_kernels(stored, named, left_out)
     _prepare([kernel for _, kernel in found], options)
-    sketches = list(replay.sketches(found, options.device, options.force, left_out))
+    sketches = list(replay.sketches(found, None, options.force, left_out))
     left_out[:] = [left for left in left_out if left.failed or store.choice(left.call.key) is None]
     return sketches
 
 
 def _prepare(kernels: Sequence[OfflineKernel], options: SimpleNamespace) -> None:
     """Check that the kernels can run, and apply the options that override their decorators."""
-    targets.check_device(kernels, options.device)
+    targets.check_device(kernels)
     for kernel in kernels:
         kernel.tuner.budget = options.budget or kernel.tuner.budget
-
-
-def _planned(sketches: Sequence[Planned], options: SimpleNamespace) -> Plan:
-    from safetune.offline.plan import plan
-    from safetune.offline.tasks import open_tuning_store
-
-    return plan(sketches, open_tuning_store(options.dry_run), _most_s(options))
 
 
 def _most_s(options: SimpleNamespace) -> float:
@@ -237,16 +230,11 @@ def _shard(options: SimpleNamespace) -> Shard:
     if not options.shard:
         return shards.Shard()
     shard = shards.parse(options.shard, os.environ)
-    if not (options.worker or options.device or options.devices):
+    if not (options.worker or options.devices):
         rank = shards.on_node(os.environ)
         targets.use_gpu_of_rank(rank.index)
         workers.use_cores_of_rank(rank)
     return shard
-
-
-def _tell_switched(switched: bool) -> None:
-    if switched:
-        echo("No GPU found: running in Triton's interpreter on the CPU.", err=True)
 
 
 def _tune_elsewhere(
@@ -291,9 +279,8 @@ def _tune_all(
     sweep, planned_work = Sweep(plan.most_s), planned_event(tunings, left_out)
     sweep.take(planned_work)
     tell(planned_work)
-    look = Teller(sweep, tell).look
-    progress = repeated(look, LOOK_S, LOOK_S) if parent else _showing(sweep)
-    with progress:
+    telling = repeated(lambda: tell(sweep.tried), TELL_S, TELL_S)
+    with telling if parent else _showing(sweep):
         for planned in parent.named(tunings) if parent else tunings:
             sweep.begin(planned.kernel, f"{planned.shape} {planned.dtype}".strip())
             try:

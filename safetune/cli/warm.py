@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ import click
 from safetune.cli import targets
 from safetune.cli.command import Filter, command, filtered
 from safetune.cli.emit import emit
-from safetune.cli.moving import all_choices
-from safetune.cli.output import counted, prints_to_stderr
+from safetune.cli.output import prints_to_stderr
 from safetune.cli.stored import open_store
 from safetune.errors import TargetError
 from safetune.settings import Mode, Settings
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from safetune.offline.replay import LeftOut
     from safetune.offline.tasks import OfflineKernel
     from safetune.offline.warm import Described, Warmed
-    from safetune.store.records import KeyRecord, StoredChoice
+    from safetune.store.records import KeyRecord
 
 
 @command("warm", "safetune warm my_package.kernels --device H100", "safetune warm --recorded")
@@ -51,6 +50,8 @@ def warm_command(
     targets.check_wanted(target, shape, dtype, recorded)
     from safetune.offline import replay, warm
     from safetune.store.lookup import open_lookup
+    from safetune.store.packs.exchange import collect
+    from safetune.store.packs.packs import shipped
 
     left_out: list[LeftOut] = []
     with prints_to_stderr():
@@ -64,16 +65,16 @@ def warm_command(
         targets.check_shapes(shape, [task.workload.name for task in calls])
         launched = list({id(task.kernel.tuner): task.kernel for task in calls}.values())
         _check_compiled(launched)
-        entries = all_choices()
         lookup = open_lookup(replace(Settings.current(), mode=Mode.FROZEN))
-        keys = [*(entry.key for entry in entries), *open_store().keys()]
+        packs = [*Settings.current().packs, *filter(None, [shipped()])]
+        collected = [collect(pack).entries for pack in packs if any(pack.glob("*.json"))]
+        keys = [*(entry.key for entry in itertools.chain(*collected)), *open_store().keys()]
         devices = _devices(keys, launched, only.device)
         timeout_s = max(kernel.tuner.limits.compile_timeout_s for kernel in launched)
         done = [w for device in devices for w in warm.warm(calls, device, lookup, timeout_s)]
-    not_reached = _not_reached(entries, launched, devices, done)
     failed = any(each.error for each in done)
     data = {"compiled": [vars(each) for each in done], "left_out": left_out_data(left_out)}
-    emit({**data, "not_reached": not_reached}, _blocks(done, not_reached, left_out))
+    emit(data, _blocks(done, left_out))
     sys.exit(1 if failed or not done else 0)
 
 
@@ -97,38 +98,11 @@ def _devices(
             f"there are choices for {', '.join(known)}" if known else "tune first, or name packs"
         )
         names = ", ".join(dict.fromkeys(kernel.name for kernel in kernels))
-        raise TargetError(
-            f"no key of {names or 'a recorded call'} is stored"
-            f"{f' for a device {name!r}' if name else ''}: {there}"
-        )
+        raise TargetError(f"no key of {names} is stored for a device {name!r}: {there}")
     return found
 
 
-def _not_reached(
-    entries: Sequence[StoredChoice],
-    kernels: Sequence[OfflineKernel],
-    devices: Sequence[Described],
-    done: Sequence[Warmed],
-) -> dict[str, int]:
-    """Return the number of stored choices for these devices that were not compiled, by reason."""
-    digests = {kernel.tuner.identity.digest for kernel in kernels}
-    import triton
-
-    records, here = [each.device.record() for each in devices], triton.__version__
-    reached = {each.key for each in done}
-    return Counter(
-        "no workload or recorded call shows how it is launched"
-        if entry.key.toolchain["triton"] == here
-        else f"it was made with Triton {entry.key.toolchain['triton']}, and this is {here}"
-        for entry in entries
-        if entry.key.kernel_digest in digests
-        if entry.key.device in records and entry.key.digest not in reached
-    )
-
-
-def _blocks(
-    done: Sequence[Warmed], not_reached: Mapping[str, int], left_out: Sequence[LeftOut]
-) -> Iterator[Block]:
+def _blocks(done: Sequence[Warmed], left_out: Sequence[LeftOut]) -> Iterator[Block]:
     for device in dict.fromkeys(each.device for each in done):
         of_device = [each for each in done if each.device == device]
         rows = [
@@ -149,7 +123,5 @@ def _blocks(
         + (f", {failed} failed" if failed else "")
         + (f", {fallbacks} without a stored choice" if fallbacks else "")
     )
-    for reason, count in not_reached.items():
-        yield f"not compiled: {counted(count, 'stored choice')}: {reason}"
     for left in left_out:
         yield f"not compiled: {left.words}: {left.reason}"

@@ -39,4 +39,4 @@ def _blocks(tuner: Any, everything: bool) -> Iterator[Block]:
         yield f"{name}: no choice is stored yet"
         return
     names = "; ".join(f"{name.name}: {name.reason}" for name in tuner.key_report.names)
-    yield from key_blocks(keys, everything, lambda _: names)
+    yield from key_blocks(keys, everything, names)

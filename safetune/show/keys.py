@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safetune.errors import SafetuneError
@@ -13,7 +13,6 @@ from safetune.settings import Settings
 from safetune.show.choices import (
     Row,
     Summary,
-    by_time,
     failures,
     gains,
     summary_blocks,
@@ -84,10 +83,8 @@ class StoredKey:
         entry = self.entry
         if entry is None:
             return Summary(call, self.rows, None, note="no config works")
-        notes = [origin_word(entry.origin) * bool(entry.origin)]
-        notes += ["disputed"] * bool(entry.choice.dispute) + ["pinned"] * entry.choice.pinned
-        notes += ["contended"] * bool(Mark.CONTENDED.reason_in(entry.choice.marks))
-        note = ", ".join(filter(None, notes))
+        origin = origin_word(entry.origin) * bool(entry.origin)
+        note = ", ".join(filter(None, (origin, remarks(entry.choice))))
         return Summary(call, self.rows, entry.choice.config, entry.choice.median_ms, note)
 
     def blocks(self, names: str = "") -> Iterator[Block]:
@@ -105,7 +102,7 @@ class StoredKey:
     def facts(self, names: str = "") -> Iterator[tuple[str, str]]:
         """Yield named facts about the key, without its configs."""
         rows, key = self.rows, self.key
-        yield "key", _key_words(key.call)
+        yield "key", words(readable_call({**key.call, "dtypes": []}) | dict(key.call["dtypes"]))
         yield "names", names
         if self.entry is None:
             yield "choice", "no config works"
@@ -128,10 +125,6 @@ def _choice_facts(entry: Entry, rows: Sequence[Row]) -> Iterator[tuple[str, str]
     gained = zip(gains(rows, choice.median_ms), over, strict=True)
     gain = [f"{ratio[:-1]} times as fast as {what}" for ratio, what in gained if ratio[-1:] == "x"]
     yield "gain", ", ".join(gain)
-    others = [row for row in by_time(rows) if not row.chosen]
-    if others and others[0].ms and choice.median_ms > 0:
-        ratio = others[0].ms / choice.median_ms
-        yield "next", f"{config_words(others[0].config)}, {ratio:.2f} times the time"
     for final in (row.outcome.final for row in rows if row.chosen):
         if final is not None:
             yield "final", f"{duration(final.median_ms)} a launch, as replays of a CUDA graph"
@@ -143,26 +136,26 @@ def _choice_facts(entry: Entry, rows: Sequence[Row]) -> Iterator[tuple[str, str]
     yield "pinned", "by hand; it is not tuned again until it is cleared" * choice.pinned
 
 
-def _key_words(call: Mapping[str, Any]) -> str:
-    """Return a key with the class of each part: a value, or the dtype of an argument."""
-    readable = readable_call({**call, "dtypes": []})
-    options = [f"{name}={readable.pop(name)}" for name, _ in call["options"]]
-    values = [f"{name}={value}" for name, value in readable.items()]
-    dtypes = [f"{name}: {dtype}" for name, dtype in call["dtypes"]]
-    parts = (("values", values), ("dtypes", dtypes), ("launch options", options))
-    return "; ".join(f"{name} {', '.join(part)}" for name, part in parts if part) or "empty"
+def remarks(choice: ChoiceRecord) -> str:
+    """Return the marks of a choice that a table shows."""
+    marks = (Mark.PINNED, Mark.DISPUTED, Mark.SEARCHED, Mark.CONTENDED)
+    return ", ".join(mark.value for mark in marks if mark.reason_in(choice.marks))
 
 
 def key_blocks(
     keys: Sequence[StoredKey],
     everything: bool = False,
-    names_of: Callable[[KeyRecord], str] = lambda _: "",
+    names: str = "",
 ) -> Iterator[Block]:
-    """Yield a row for each key; for one key, or with `everything`, a row for each config."""
+    """Yield a row for each key; for one key, or with `everything`, a row for each config.
+
+    Args:
+        names: the classes of the names in the key.
+    """
     shown, folded = (keys, "") if everything else newest_sources(keys)
     if everything or len(shown) == 1:
         for key in shown:
-            yield from key.blocks(names_of(key.key))
+            yield from key.blocks(names)
     else:
         for group in grouped(shown):
             yield from kernel_blocks(group[0].key)

@@ -9,6 +9,7 @@ from typing import Any
 from safetune.outcome import duration
 from safetune.show.choices import by_time
 from safetune.show.keys import StoredKey, grouped
+from safetune.show.tables import columns_of, common_and_columns
 from safetune.show.words import (
     call_words,
     config_words,
@@ -19,6 +20,7 @@ from safetune.show.words import (
     readable_calls,
     readable_config,
     time_words,
+    words,
 )
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -40,18 +42,15 @@ def _group(keys: Sequence[StoredKey]) -> dict[str, Any]:
     key = keys[0].key
     shapes = readable_calls([key.key.call for key in keys])
     choices = [readable_config(key.entry.choice.config) if key.entry else {} for key in keys]
-    names = dict.fromkeys(name for shape in shapes for name in shape)
-    same = {n: shapes[0].get(n, "") for n in names if len({s.get(n) for s in shapes}) == 1}
-    if len(keys) == 1:
-        same = {}
+    same, columns = common_and_columns(shapes)
     return {
-        "in_all": ", ".join(f"{name}={value}" for name, value in same.items()),
+        "in_all": words(same),
         "place": place(key.kernel_file, key.kernel_line),
         "device": key.device["name"],
         "triton": key.toolchain.get("triton"),
         "source": key.kernel_digest[:8],
-        "of_call": [name for name in names if name not in same],
-        "of_choice": list(dict.fromkeys(name for choice in choices for name in choice)),
+        "of_call": [column.name for column in columns],
+        "of_choice": [column.name for column in columns_of(choices)],
         "keys": list(map(_key, keys, shapes, choices)),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -56,9 +55,7 @@ def place(file: str, line: int) -> str:
     """Return `file:line`, with a shortened path in a library or below the working directory."""
     if not file:
         return "(unknown file)"
-    short = _LIBRARIES.sub("", file)
-    with contextlib.suppress(OSError):  # the working directory was deleted
-        short = short.removeprefix(os.path.join(os.getcwd(), ""))
+    short = _LIBRARIES.sub("", file).removeprefix(os.path.join(os.getcwd(), ""))
     return f"{short}:{line}"
 
 
@@ -152,14 +149,6 @@ def call_words(call: Mapping[str, Any]) -> str:
 def time_words(ms: float) -> str:
     """Return a choice's time, or '' if unknown, e.g. of an imported choice."""
     return duration(ms) if ms > 0 else ""
-
-
-def size(count: int) -> str:
-    """Return a number of bytes with its unit."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.3g} {unit}"
-    return f"{count} bytes"
 
 
 def date(seconds: float) -> str:

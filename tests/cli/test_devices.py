@@ -131,22 +131,6 @@ def test_a_key_that_only_a_worker_has_that_dropped_out_is_an_error() -> None:
     assert [key for key in told if key] == ["a", "b"]
 
 
-def test_standard_streams_may_be_closed(start: Start, targets: Path) -> None:
-    """Regression: without standard error, as under some schedulers, `tune` ended, and said nothing.
-
-    The workers of --devices ended, too.
-    """
-    process = start(
-        *("tune", targets / "add.py", "--shape", "small", "--json", "--devices", "0,1"),
-        env={},
-        stdin=None,
-        stdout=subprocess.PIPE,
-        preexec_fn=lambda: os.closerange(2, 3),
-    )
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, json.loads(output)["measured"]) == (0, 4)
-
-
 #: A function of the kernel that comes first, which raises when it is called the second time.
 POISON = """
 import weakref

@@ -9,7 +9,7 @@ from typing import Any
 
 import triton
 
-from safetune.cli.display import Sweep, Teller
+from safetune.cli.display import Sweep
 from safetune.miss.reporting import Tally
 from safetune.outcome import Outcome, Timing, Verdict, duration
 from safetune.tuning.requests import Limits, Progress
@@ -115,31 +115,6 @@ def test_several_processes_have_one_line_for_all() -> None:
     assert line(fleet) == words, "what it did is stored"
     fleet.take({"plan": {"c": [1, 4]}}, "GPU 2")
     assert line(fleet).startswith("1/4 tunings 8/28"), "another GPU has keys of its own"
-
-
-def test_a_worker_tells_what_it_has_tried_and_ends_where_nothing_happens() -> None:
-    clock, told, ended = Clock(), list[Any](), list[float]()
-    own = sweep(clock, 4)
-    teller = Teller(own, told.append, ended.append, clock)
-    clock.now += 10_000
-    teller.look()
-    own.begin("add", "small float32")
-    begun = tally(4, clock)
-    own.watch(begun)
-    try_one(begun, 1, 4, None)
-    teller.look()
-    teller.look()
-    assert told == [{"tried": 1, "failed": 1}]
-    clock.now += own.stuck_after_s
-    teller.look()
-    assert ended == [], "a config may take that much time"
-    begun.wait_for("process 7")
-    clock.now += 10
-    teller.look()
-    assert ended == [], "another process may take any time"
-    begun.wait_for("")
-    teller.look()
-    assert ended == [own.stuck_after_s + 10]
 
 
 def test_the_live_line(

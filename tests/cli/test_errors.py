@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import pytest
 
-from safetune.cli import main
 from safetune.store.local.store import Store
 from tests.cli.conftest import DEADLINE_S
 
@@ -244,24 +242,6 @@ def test_a_directory(safetune: Any, file: Path) -> None:
     for name in ("gone.py", f".#{file.name}"):  # Emacs marks so what it has open
         (file.parent / name).symlink_to("nowhere")
     assert safetune.json("tune", file.parent, "--dry-run")["tunings"]
-
-
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_an_option_without_text_and_a_path_without_text(safetune: Any, name: str) -> None:
-    """Of a variable that is not set: `clear --device ""` cleared the kernel on all devices, and
-    `export ""` wrote into the working directory.
-    """
-    given = [each for each in main.commands[name].params if not getattr(each, "is_flag", False)]
-    paths = [each for each in given if isinstance(each.type, click.Path)]
-    options = [each for each in given if isinstance(each, click.Option)]
-    for option in options:
-        result = safetune(name, f"{option.opts[-1]}=")
-        assert result.exit_code == 2
-        assert f"Error: {option.opts[-1]} is empty." in result.stderr
-    for path in {*paths}.difference(options):
-        assert f"Error: The path {path.human_readable_name} is empty." in (
-            safetune(name, "").stderr
-        )
 
 
 def test_a_setting(safetune: Any) -> None:

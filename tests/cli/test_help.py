@@ -106,28 +106,8 @@ def test_the_demo_shows_what_it_is_meant_to_show(run: FreshProcess) -> None:
     assert "The crash and the hang cost one config each; nothing was measured twice." in output
 
 
-def test_the_versions(safetune: Any) -> None:
-    pattern = r"safetune \S+ \(Triton \S+, torch \S+, Python \S+\)\n"
-    assert re.fullmatch(pattern, safetune("--version").stdout)
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("safetune sho", {"show"}),
-        ("safetune show ad", {"add_one"}),
-        ("safetune clear ", {"add_one", "kernel"}),
-    ],
-)
-def test_a_shell_completes_commands_and_kernel_names(
-    tuned: Any, run: FreshProcess, line: str, offered: set[str]
-) -> None:
-    position = str(line.count(" "))
-    asked = {"COMP_WORDS": line, "COMP_CWORD": position, "_SAFETUNE_COMPLETE": "bash_complete"}
-
-    result = run(env=asked)
-
-    assert {row.partition(",")[2] for row in result.stdout.splitlines()} == offered
+def test_the_version(safetune: Any) -> None:
+    assert re.fullmatch(r"safetune \d\S+\n", safetune("--version").stdout)
 
 
 def test_a_shell_completes_options_without_what_tunes(fresh_process: FreshProcess) -> None:

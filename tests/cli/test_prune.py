@@ -63,15 +63,11 @@ def test_two_configs_do_for_four_keys_and_what_was_not_tried_stays(
     found = safetune.json("prune", source)
     assert blocks(found["kept"]) == [32, 128, 512]
     assert blocks(found["never_tried"]) == [512]
-    assert found["declared"] == 5
-    dropped = {each["config"]["BLOCK"]: each["won"] for each in found["dropped"]}
-    assert [(w["call"]["values"], w["device"]) for w in dropped[64]] == [({"N": 200}, "small card")]
-    assert dropped[64][0]["slower"] == pytest.approx(0.002)
-    assert [w["slower"] for w in dropped[256]] == [pytest.approx(1 / 0.996 - 1)]
+    assert blocks(found["dropped"]) == [64, 256]
     assert found["cost"]["worst"] == pytest.approx(1.004016, abs=1e-6)
     assert found["held_out"]["keys"] == 4
 
-    less = safetune.json("prune", source, "--within", "0.1%", "--device", "SMALL")
+    less = safetune.json("prune", source, "--within", "0.001", "--device", "SMALL")
     assert blocks(less["kept"]) == [32, 64, 256, 512], "256 was not tried on this card"
     assert less["devices"] == ["small card"]
 
@@ -87,32 +83,26 @@ def test_the_short_list_is_printed_as_source(source: str, safetune: Any) -> None
     assert "fill: 3 of 5 configs stay, by the trials of 4 keys on large card, small" in (
         shown.stdout
     )
-    assert "dropped, and never the fastest" not in shown.stdout
     _, begin, rest = shown.stdout.partition("configs=[")
     listed = f"{begin}{rest.partition('],')[0]}],"
     head, _, after = SOURCE.partition("configs=[")
     Path("filling.py").write_text(f"{head}{listed}{after.partition('],')[2]}", encoding="utf-8")
     again = safetune.json("prune", source)
-    assert (again["declared"], blocks(again["kept"])) == (3, [32, 128, 512])
+    assert (again["dropped"], blocks(again["kept"])) == ([], [32, 128, 512])
     assert "configs=[" not in safetune("prune", source).stdout, "nothing is left to change"
 
 
 def test_a_list_that_is_another_one_here_is_noticed(source: str, safetune: Any) -> None:
     """The kernel is the same, and its configs depend on something else."""
-    assert safetune.json("prune", source)["not_declared"] == 0
     changed = SOURCE.replace("(32, 64, 128, 256, 512)", "(64, 128, 512)")
     Path("other.py").write_text(changed, encoding="utf-8")
     found = safetune.json("prune", "other.py:fill")
-    assert found["not_declared"] == 2
     assert blocks(found["kept"]) == [64, 128, 512]
     shown = safetune("prune", "other.py:fill")
     assert "the list on this machine lacks 2 configs with trials" in shown.stderr
 
 
-def test_a_stored_kernel_has_the_configs_that_were_tried(source: str, safetune: Any) -> None:
-    found = safetune.json("prune", "fill")
-    assert sorted(blocks(found["kept"])) == [32, 128], "its list is what was tried"
-    assert "no kernel filled is stored" in safetune.error("prune", "filled")
-    assert safetune.error("prune", "fill", "--device", "none like it").startswith(
+def test_no_trial_of_the_present_kernel(source: str, safetune: Any) -> None:
+    assert safetune.error("prune", source, "--device", "none like it").startswith(
         "Error: no trial of the current fill"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -61,9 +60,7 @@ class TestList:
             assert (entry["generation"], entry["origin"]) == (1, "here")
             assert entry["created"].endswith("Z")
 
-    def test_filters_and_order(
-        self, safetune: Any, tuned: Any, targets: Path, tmp_path: Path
-    ) -> None:
+    def test_filters(self, safetune: Any, tuned: Any, targets: Path, tmp_path: Path) -> None:
         (tmp_path / "other.py").write_text((targets / "add.py").read_text())
         safetune.json("tune", f"{tmp_path / 'other.py'}:add_one", "--shape", "large")
 
@@ -77,13 +74,7 @@ class TestList:
         assert listed("--file", "no_such.py") == []
         assert listed("--device", "no such device") == []
         assert listed("--device", safetune.json("list")[0]["device"]["name"].upper()) == everything
-        assert listed("--since", "2099-01-01") == []
-        assert listed("--disputed") == []
-        assert safetune("list", "--disputed").stdout == "No choice matches.\n"
-        times = [entry["median_ms"] for entry in safetune.json("list", "--sort", "time")]
-        assert times == sorted(times)
-        dates = [entry["created"] for entry in safetune.json("list", "--sort", "date")]
-        assert dates == sorted(dates, reverse=True)
+        assert safetune("list", "--device", "no such device").stdout == "No choice matches.\n"
 
     def test_choices_in_packs_are_listed_where_the_store_has_none(
         self, safetune: Any, tuned: Any, tmp_path: Path
@@ -155,31 +146,6 @@ class TestShow:
         assert [other["label"] for other in shown["with_other_calls"]] == ["out_of_resources"]
         assert shown["verdict"] == "ok"
 
-    def test_the_classes_of_the_key_names_as_the_source_has_them_now(
-        self, safetune: Any, targets: Path, tmp_path: Path
-    ) -> None:
-        file = tmp_path / "phantom.py"
-        text = (targets / "add.py").read_text()
-        for old, new in (
-            ("def add_one(x, N,", "def add_one(x, N, M,"),
-            ('key=["N"], pre_hook', 'key=["N", "M"], pre_hook'),
-            ("dtype=dtype), count)", "dtype=dtype), count, 7)"),
-        ):
-            assert old in text
-            text = text.replace(old, new)
-        file.write_text(text)
-        safetune.json("tune", f"{file}:add_one", "--shape", "small")
-
-        shown = safetune("show", "add_one").stdout
-        file.unlink()
-        sys.modules["safetune.cli.show"]._classes_in.cache_clear()
-        without = safetune("show", "add_one").stdout
-
-        (names,) = [line for line in shown.splitlines() if line.startswith("names ")]
-        assert "N: read by the body (phantom.py:" in names
-        assert names.endswith("; M: nothing reads it; dropped")
-        assert "\nnames " not in without
-
     @pytest.mark.parametrize("way", ["imported", "shared"])
     def test_a_choice_that_was_made_elsewhere_has_its_time_and_where_it_is_from(
         self, safetune: Any, tuned: Any, targets: Path, tmp_path: Path, way: str
@@ -216,7 +182,7 @@ class TestShow:
 
     def test_what_is_not_stored_is_told_with_what_is(self, safetune: Any, tuned: Any) -> None:
         assert safetune.error("show", "add_one", "--key", "M=77") == (
-            "Error: M is not in the key of add_one, which has N, dtype"
+            "Error: no key of add_one matches these options; see `safetune show add_one`"
         )
         assert safetune.error("show", "add_two") == (
             "Error: no kernel named 'add_two' is stored; stored kernels: add_one, kernel"
@@ -262,12 +228,8 @@ class TestClear:
         other.write_text((targets / "add.py").read_text().replace("+ 1", "+ 2"))
         safetune.json("tune", f"{other}:add_one", "--shape", "small")
 
-        message = safetune.error("clear", "add_one")
         one = safetune("clear", "add_one", "--file", "other.py", "--yes")
 
-        assert message.startswith("Error: 2 files have a kernel named add_one: ")
-        assert f"{other}: 1 key on " in message
-        assert message.endswith("Choose one with --file, or give --yes to delete all of them")
         assert one.stdout == "cleared 1 key of add_one\n"
         assert {entry["file"] for entry in safetune.json("list")} == {str(targets / "add.py")}
 
@@ -353,13 +315,3 @@ def test_clear_deletes_there_what_this_node_never_had(shared: str, safetune: Any
     done = safetune.json("clear", "add_one", "--shared", "--yes")
     assert done == {"kernel": "add_one", "cleared": 2, "left_shared": 0}
     assert kernels(safetune.json("list", "--shared")) == ["kernel"]
-
-
-def test_clear_goes_on_where_the_shared_store_is_away(
-    shared: str, safetune: Any, tmp_path: Path
-) -> None:
-    safetune.set(SAFETUNE_SHARED=f"file://{tmp_path}/mount/point")
-    (tmp_path / "mount").mkdir()
-    done = safetune("clear", "add_one", "--yes")
-    assert (done.exit_code, done.stdout) == (0, "cleared 2 keys of add_one\n")
-    assert "Warning: the shared store may still hold them: cannot read" in done.stderr

@@ -115,14 +115,6 @@ def test_every_key_and_config_is_one_row_of_a_terminal(
         assert "ms" in row or row.rstrip().endswith("out_of_resources"), "neither is dropped"
 
 
-def test_what_is_not_a_width_is_as_if_it_was_not_given(safetune: Any) -> None:
-    """Regression: at 0, which a container without a terminal may set, tables had no text."""
-    whole = safetune("show", "chunk_fwd_kernel").stdout
-    for columns in ("0", "", "wide", "²", "-80"):
-        safetune.set(COLUMNS=columns)
-        assert safetune("show", "chunk_fwd_kernel").stdout == whole
-
-
 def test_sources_that_were_tuned_earlier_are_folded(safetune: Any, cache_dir: Path) -> None:
     """One key of an older source, whose configs and times are those of a key of the newer one."""
     whole = safetune("list").stdout, safetune("show", "chunk_fwd_kernel").stdout

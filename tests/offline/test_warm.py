@@ -83,7 +83,6 @@ def test_a_frozen_program_finds_every_binary_from_its_first_launch(
     assert [(c["call"], c["config"], c["origin"]) for c in declared["compiled"]] == CHOSEN
     assert {c["device"] for c in declared["compiled"]} == {"NVIDIA H100 80GB HBM3"}
     assert not any(c["error"] for c in declared["compiled"])
-    assert declared["not_reached"] == {}
 
     (call,) = recorded["compiled"]
     assert (call["call"], call["origin"]) == ("N=20 float32", "fallback")

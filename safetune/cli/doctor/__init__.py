@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 import click
 
 from safetune.cli.command import command
-from safetune.cli.doctor.report import Check, State, check
+from safetune.cli.doctor.report import Check, check
 from safetune.cli.emit import emit, wants_json
 from safetune.cli.output import counted, typed
 from safetune.errors import InvalidSetting
 from safetune.show.tables import Block, facts
 
-_STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @command("doctor", "safetune doctor", "safetune doctor --quick --json")
@@ -34,13 +34,12 @@ def doctor(quick: bool) -> None:
     blocks = _blocks(_results(wanted), checks)
     if wants_json():
         list(blocks)
-    states = [{**vars(each), "state": each.state.value} for each in checks]
-    emit({"ok": not _count(checks, State.FAIL), "checks": states}, blocks)
-    sys.exit(1 if _count(checks, State.FAIL) else 0)
+    emit({"ok": not _count(checks, "fail"), "checks": [vars(each) for each in checks]}, blocks)
+    sys.exit(1 if _count(checks, "fail") else 0)
 
 
-def _count(checks: Iterable[Check], state: State) -> int:
-    return sum(each.state is state for each in checks)
+def _count(checks: Iterable[Check], state: str) -> int:
+    return sum(each.state == state for each in checks)
 
 
 def _results(checks: Iterable[Callable[[], Iterator[Check]]]) -> Iterator[Check]:
@@ -59,9 +58,9 @@ def _blocks(results: Iterable[Check], checks: list[Check]) -> Iterator[Block]:
     """Yield a block for each result as soon as it is there, and add it to `checks`."""
     for result in results:
         checks.append(result)
-        lines = [(f"{result.state.value:<4}", f"{result.name}: {result.found}")]
+        lines = [(f"{result.state:<4}", f"{result.name}: {result.found}")]
         lines += [("", f"-> {result.fix}")] * bool(result.fix)
         yield facts(lines, _STYLES[result.state])
-    warnings, failures = (_count(checks, state) for state in (State.WARN, State.FAIL))
+    warnings, failures = _count(checks, "warn"), _count(checks, "fail")
     counts = f"{counted(warnings, 'warning')}, {counted(failures, 'failure')}"
     yield f"{counted(len(checks), 'check')}: {counts}"

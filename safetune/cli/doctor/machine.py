@@ -6,8 +6,6 @@ import json
 import os
 import platform
 import re
-import resource
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,21 +16,12 @@ from safetune.both import elsewhere
 from safetune.cli.command import in_another_process
 from safetune.cli.doctor.report import Check, check
 from safetune.cli.output import version_of
-from safetune.show.words import size
 
 #: The oldest and the newest versions that are supported.
 _SUPPORTED = (("torch", (2, 8), ()), ("triton", (3, 6), triton_internals.NEWEST))
 
-_MEMORY_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 _PROBE = Path(__file__).with_name("probe.py")
 _PROBE_S = 180.0
-
-#: Open files that a process with a few tuning processes and a store needs.
-_OPEN_FILES = 256
-_PROCESSES = 256
-_SHARED_MEMORY = 64 << 20
-_MEMORY = 4 << 30
 
 
 def versions() -> Iterator[Check]:
@@ -56,40 +45,14 @@ def versions() -> Iterator[Check]:
 
 
 def limits() -> Iterator[Check]:
-    """Check CPUs, memory, the limits of this process, and system calls that containers forbid."""
+    """Check CPUs, and system calls that containers forbid."""
     from safetune.isolation.compile_pool import usable_cpus
 
     cpus = usable_cpus()
     at_once = f"; configs compile in {cpus} processes at once" * (cpus > 1)
     one = "give this job more CPUs: with one, configs compile one after the other" * (cpus == 1)
     yield check("CPUs", f"{cpus} usable of {os.cpu_count()}{at_once}", warn=one)
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in map(Path, _MEMORY_FILES):
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            most = min(most, int(text))
-    little = "give this job 4 GiB: each compile process may need a GiB" * (most < _MEMORY)
-    yield check("memory", size(most), warn=little)
-    for name, kind, least, flag in (
-        ("open files", resource.RLIMIT_NOFILE, _OPEN_FILES, "-n"),
-        ("processes", resource.RLIMIT_NPROC, _PROCESSES, "-u"),
-    ):
-        soft, _ = resource.getrlimit(kind)
-        unlimited = soft == resource.RLIM_INFINITY
-        raised = "" if unlimited or soft >= least else f"ulimit {flag} {4 * least}"
-        yield check(name, "no limit" if unlimited else f"at most {soft}", warn=raised)
-    yield _shared_memory(Path("/dev/shm"))
     yield _calls()
-
-
-def _shared_memory(directory: Path) -> Check:
-    try:
-        usage = shutil.disk_usage(directory)
-    except OSError as error:
-        return check(str(directory), str(error), warn="mount a tmpfs there; torch and NCCL need it")
-    words = f"{size(usage.free)} free of {size(usage.total)}"
-    fix = "start the container with `docker run --shm-size=1g`: torch and NCCL need the space"
-    little = fix * (usage.free < _SHARED_MEMORY)
-    return check(str(directory), words, warn=little)
 
 
 def _calls() -> Check:

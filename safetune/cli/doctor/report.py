@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from safetune.frozen import dataclass
-
-
-class State(str, Enum):
-    """FAIL: safetune cannot do its work. WARN: it can, but something is likely to surprise."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check."""
+    """The result of one check.
+
+    Attributes:
+        state: `fail` if safetune cannot do its work; `warn` if something is likely to surprise.
+    """
 
     name: str
-    state: State
+    state: str
     found: str
     fix: str = ""
 
 
 def check(name: str, found: str, fail: str = "", warn: str = "") -> Check:
     """Return a check; with a remedy it fails, or warns."""
-    state = State.FAIL if fail else State.WARN if warn else State.OK
-    return Check(name, state, found, fail or warn)
+    return Check(name, "fail" if fail else "warn" if warn else "ok", found, fail or warn)
