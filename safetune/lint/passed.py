@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from safetune.keys.launch_usage import bindings, followed, sizes_in, texts_of
 from safetune.keys.launches import Launch, Scopes
 from safetune.keys.run_order import bind
-from safetune.keys.source_text import FunctionNode, children, last_name, walk
+from safetune.keys.source_text import KEPT_TREES, FunctionNode, children, last_name, walk
 from safetune.lint.names import arguments, defaults
 
 #: Attributes of a tensor that Triton's key has, or that a process has one of.
@@ -35,6 +36,8 @@ _FEW = frozenset({"bit_length", "bool", "get", "log2", "min", "next_power_of_2"}
 
 #: The arguments of a launch, by name.
 _Given = dict[str, ast.expr]
+#: A condition, and the values with and without it.
+_Choice = tuple[ast.expr, tuple[ast.AST, ast.AST]]
 
 
 class Passed:
@@ -255,6 +258,9 @@ def _tests(value: ast.AST, scopes: Scopes) -> set[str]:
             known = bindings(name, scopes)
             if len(known) == 1 and isinstance(known[0], (ast.Compare, ast.IfExp, ast.UnaryOp)):
                 tests |= _tests(known[0], scopes)
+            for test, sides in _branches(name, scopes):
+                if all(isinstance(side, ast.Constant) for side in sides):
+                    tests |= _tests(test, scopes)
             return tests
     return set()
 
@@ -262,24 +268,60 @@ def _tests(value: ast.AST, scopes: Scopes) -> set[str]:
 def _absences(value: ast.AST, scopes: Scopes) -> set[str]:
     """Return the tests that make an argument None."""
     found = {_is_none_test(value)}
-    for choice in _choices(value, scopes):
-        if _is_none(choice.body) != _is_none(choice.orelse):
-            found |= _tests(choice.test, scopes)
+    for test, sides in _choices(value, scopes):
+        if sum(map(_is_none, sides)) == 1:
+            found |= _tests(test, scopes)
     return found
 
 
 def _may_be_none(value: ast.AST, scopes: Scopes) -> bool:
-    name = last_name(value) if isinstance(value, ast.Name) else ""
-    sides = [side for each in _choices(value, scopes) for side in (each.body, each.orelse)]
-    return any(map(_is_none, [*sides, *bindings(name, scopes)])) or (
-        re.search("Optional|None", _declared(name, scopes)) is not None
+    if any(_is_none(side) for _, sides in _choices(value, scopes) for side in sides):
+        return True
+    if not isinstance(value, ast.Name):
+        return False
+    values = bindings(value.id, scopes)
+    return any(map(_is_none, values)) or (
+        re.search("Optional|None", _declared(value.id, scopes)) is not None
     )
 
 
-def _choices(value: ast.AST, scopes: Scopes) -> list[ast.IfExp]:
-    """Return the conditional expressions that select an argument's value."""
-    values = bindings(value.id, scopes) if isinstance(value, ast.Name) else [value]
-    return [each for each in values if isinstance(each, ast.IfExp)]
+def _choices(value: ast.AST, scopes: Scopes) -> Iterator[_Choice]:
+    """Yield the conditions that select an argument's value."""
+    expressions: list[Any] = [value]
+    if isinstance(value, ast.Name):
+        expressions = bindings(value.id, scopes)
+        yield from _branches(value.id, scopes)
+    for each in expressions:
+        if isinstance(each, ast.IfExp):
+            yield each.test, (each.body, each.orelse)
+
+
+def _branches(name: str, scopes: Scopes) -> Iterator[_Choice]:
+    """Yield each `if` with an `else` where both set a name."""
+    for scope in scopes:
+        yield from _conditions(scope).get(name, ())
+
+
+@functools.lru_cache(maxsize=8 * KEPT_TREES)
+def _conditions(scope: ast.AST) -> dict[str, list[_Choice]]:
+    """Return for each name the conditions of a function that set it either way."""
+    choices: dict[str, list[_Choice]] = {}
+    for node in walk(scope) if isinstance(scope, ast.FunctionDef) else ():
+        if isinstance(node, ast.If) and node.orelse:
+            first, second = _set_in(node.body), _set_in(node.orelse)
+            for name in first.keys() & second.keys():
+                choices.setdefault(name, []).append((node.test, (first[name], second[name])))
+    return choices
+
+
+def _set_in(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
+    """Return the final values that the statements of a branch give to names."""
+    values: dict[str, ast.AST] = {}
+    for statement in body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                values[name] = value
+    return values
 
 
 def _is_none(value: ast.AST | None) -> bool:
