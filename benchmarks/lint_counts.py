@@ -138,9 +138,9 @@ def known_rows(trees: Mapping[str, Path]) -> Iterator[str]:
         groups.setdefault((library, source, rule), []).append((kernel, name))
     found = {
         library: {
-            (f.rule, f.kernel, word.rstrip(":"))
+            (f.rule, f.kernel, word)
             for f in check([tree])[0]
-            for word in f.message.split()[:3]
+            for word in re.findall(r"\w+", f.message)[:5]
         }
         for library, tree in trees.items()
         if any(library == known for known, _, _ in groups)
