@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
@@ -27,7 +27,7 @@ from safetune.isolation.fork_server import close_servers, system_errors
 from safetune.launch.key_state import Reason
 from safetune.messages import logger
 from safetune.miss import candidates, failures, reporting
-from safetune.outcome import Mark, Outcome, OutputReport
+from safetune.outcome import Mark
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench, Ready
 from safetune.tuning.requests import TuningRequest, TuningResult
@@ -53,8 +53,7 @@ class Job:
     """One queued tuning."""
 
     state: KeyState
-    request: TuningRequest  # without the caller's arguments; `bench` has a copy of them
-    bench: BackgroundBench
+    bench: BackgroundBench  # with the request, without the caller's arguments, and copies of them
     fallback: Config  # which the key launches meanwhile
     store: Store
     hold: bool  # keep the choice back until `sync`
@@ -66,12 +65,15 @@ class Job:
 
 
 class BackgroundBench(LaunchBench):
-    """A bench whose measurements end with the process; marks those taken beside other work."""
+    """A bench whose answers count until the process ends. The program may be at work meanwhile,
+    so that all outcomes are marked.
+    """
 
     _queued = True
     _entered = False
 
     def __init__(self, request: TuningRequest) -> None:
+        request = replace(request, marks=(*request.marks, Mark.CONTENDED.value))
         with system_errors():
             super().__init__(request)
         # A queued call keeps none of the caller's tensors, and no process.
@@ -94,16 +96,12 @@ class BackgroundBench(LaunchBench):
             yield found
         _worker.check()
 
-    def measure(self, /, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
-        """Measure as `LaunchBench` does, and mark timings: the program may be at work meanwhile."""
-        _worker.check()
+    def _asked(self, /, *args: Any) -> Any:
+        """Return the child's answer; the end of the process may have ended the child."""
         try:
-            outcome, report = super().measure(*args, **kwargs)
+            return super()._asked(*args)
         finally:
             _worker.check()
-        if outcome.timing is None or outcome.marked(Mark.CONTENDED):
-            return outcome, report
-        return outcome.with_marks((Mark.CONTENDED.value,)), report
 
 
 def tune_meanwhile(
@@ -143,7 +141,7 @@ def tune_meanwhile(
     state.set_fallback(config)
     hold = settings.world_size > 1
     kind = failures.kind_of(call.args, call.kwargs)
-    _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size, kind))
+    _worker.submit(Job(state, bench, config, store, hold, report, size, kind))
     return config
 
 
@@ -191,7 +189,6 @@ class _Worker:
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="safetune-background", daemon=True)
         try:
-            threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
             self._thread.start()
         except RuntimeError:  # the process is ending, or cannot start another thread
             self.stopping = True
@@ -208,7 +205,9 @@ class _Worker:
             except Stopped:
                 return
             except Exception:
-                logger.exception("background tuning of %s failed", job.request.key.kernel.name)
+                logger.exception(
+                    "background tuning of %s failed", job.bench.request.key.kernel.name
+                )
             finally:
                 job.bench.discard()
                 self.jobs.remove(job)
@@ -216,20 +215,8 @@ class _Worker:
                 del job  # and the copied tensors with it, not only when the next job comes
                 over.set()
 
-    def _stop_at_exit(self) -> None:
-        """Stop once every other thread that the interpreter waits for has ended.
-
-        This runs in such a thread too: hooks of `atexit` run later, and the first of them would
-        stop the fork server under a running tuning.
-        """
-        this = threading.current_thread()
-        threading.main_thread().join()
-        while others := [
-            thread
-            for thread in threading.enumerate()
-            if thread is not this and not thread.daemon and thread.is_alive()
-        ]:
-            others[0].join()
+    def stop(self) -> None:
+        """End the running tuning and its children: the process is ending."""
         with self._lock:
             self.stopping = True
         close_servers()
@@ -239,7 +226,7 @@ class _Worker:
 
 
 def _tune(job: Job) -> None:
-    request = job.request
+    request = job.bench.request
     try:
         with reporting.observing(request, job.store, quiet=True) as tally:
             budget = WaitBudget(check=_worker.check)
@@ -272,4 +259,4 @@ def _start_over() -> None:
         job.bench.discard()
 
 
-forks.register("background", after_in_child=_start_over)
+forks.register("background", after_in_child=_start_over, at_exit=lambda: _worker.stop())

@@ -33,7 +33,7 @@ SOON_S = 60.0
 def _in_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing in the queue, which the tests of a process share."""
     for job in list(background._worker.jobs):
-        assert job.over.wait(SOON_S), job.request.key
+        assert job.over.wait(SOON_S), job.bench.request.key
     monkeypatch.setenv("SAFETUNE_MODE", "background")
 
 
