@@ -25,10 +25,10 @@ from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_
 
 
 class Launched(NamedTuple):
-    """The config that a process launches for a key; `choice` has the fields of a stored one."""
+    """The config that a process launches for a key, as its digest, and the choice of it."""
 
-    config: str  # its digest
-    choice: dict[str, Any] | None = None
+    config: str
+    choice: ChoiceRecord | None = None  # None if it is in no store
 
 
 def sync(group: Any = None) -> int:
@@ -66,11 +66,10 @@ def sync(group: Any = None) -> int:
         if launched.choice is None:
             _replace(state, config)
             continue
-        choice = ChoiceRecord(**{**launched.choice, "marks": tuple(launched.choice["marks"])})
         state.set_choice(config)
-        reporting.warn_of_dispute(asked.key, choice.dispute)
+        reporting.warn_of_dispute(asked.key, launched.choice.dispute)
         if launched != own.get(asked.identity):
-            taken.append(StoredChoice(KeyRecord.of(asked.key), choice))
+            taken.append(StoredChoice(KeyRecord.of(asked.key), launched.choice))
     if taken and settings.mode is not Mode.FROZEN:
         _store(settings, taken)
     return differing
@@ -79,12 +78,12 @@ def sync(group: Any = None) -> int:
 def _replace(state: KeyState, config: Config) -> None:
     """Launch rank 0's config, which is not in any store, for the same reason as before."""
     decision = state.decision(capture=None)
-    if decision is not None and decision.config == config:
-        return
-    if decision is not None and decision.reason is Reason.CHOICE:
+    if decision is None:
+        state.set_fallback(config)
+    elif decision.reason is Reason.CHOICE:
         state.set_choice(config)
-    else:
-        state.set_fallback(config, None if decision is None else decision.retry)
+    elif decision.config != config:
+        state.set_fallback(config, decision.retry)
 
 
 def _launched(settings: Settings, known: Iterable[tuple[KeyState, Asked]]) -> dict[str, Launched]:
@@ -104,7 +103,7 @@ def _launched(settings: Settings, known: Iterable[tuple[KeyState, Asked]]) -> di
         lookup.forget(asked.key.digest, asked.declared)  # a newer generation counts from now on
         choice = lookup.find(asked.key, asked.declared, asked.configs)
         if choice is not None:
-            launched[asked.identity] = Launched(choice.config_digest, vars(choice))
+            launched[asked.identity] = Launched(choice.config_digest, choice)
         elif (decision := state.decision(capture=None)) is not None:
             of_reason = launched if decision.reason is Reason.CHOICE else fallbacks
             of_reason.setdefault(asked.identity, Launched(config_digest(decision.config)))
@@ -117,10 +116,10 @@ def _of_rank_0(own: dict[str, Launched], group: Any) -> tuple[dict[str, Launched
     if group_of is None or group_of.get_rank(group) < 0:
         return own, 0
 
-    sent: list[dict[str, Any]] = [{key: (*launched,) for key, launched in own.items()}]
+    sent = [own]
     source = 0 if group is None else group_of.get_global_rank(group, 0)
     group_of.broadcast_object_list(sent, src=source, group=group)
-    agreed = {key: Launched(*launched) for key, launched in sent[0].items()}
+    agreed = sent[0]
     both = own.keys() & agreed.keys()
     differing = [key for key in both if own[key].config != agreed[key].config]
     of_ranks: list[list[str]] = [[]] * group_of.get_world_size(group)
