@@ -21,7 +21,7 @@ from safetune.launch.call_shape import heuristic_values, named_arguments, specia
 from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
-from safetune.tuning.neighbours import comparable, distance
+from safetune.tuning.search import comparable, distance
 from safetune.tuning.requests import Plan, TuningRequest
 
 if TYPE_CHECKING:

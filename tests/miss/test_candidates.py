@@ -20,7 +20,7 @@ from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning.neighbours import distance
+from safetune.tuning.search import distance
 from safetune.tuning.tuner import tune
 from tests.conftest import stop_servers
 
