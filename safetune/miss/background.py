@@ -84,10 +84,10 @@ class BackgroundBench(LaunchBench):
             yield found
         _worker.check()
 
-    def _asked(self, /, *args: Any) -> Any:
+    def _asked(self, /, *args: Any, **kwargs: Any) -> Any:
         """Return the child's answer; the end of the process may have ended the child."""
         try:
-            return super()._asked(*args)
+            return super()._asked(*args, **kwargs)
         finally:
             _worker.check()
 
