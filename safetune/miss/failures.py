@@ -212,7 +212,7 @@ class Hopeless:
         #: Each with the list of configs that was tried.
         self.calls: set[tuple[str, str]] = {call, *(before.calls if before else ())}
         self._error = without_frames(error)
-        self._delay_s = before._delay_s if before else 0.0
+        self._delay_s: float = before._delay_s if before else 0.0
         if before and call not in before.calls:
             self._delay_s = min(max(2 * self._delay_s, RETRY_S), MAX_RETRY_S)
         self._others_s = clock() + self._delay_s
