@@ -115,10 +115,6 @@ class Busy(WorkerUnavailable):
     """Another process is tuning the key, and this process has waited for SAFETUNE_WAIT seconds."""
 
 
-class SyncTimeout(SafetuneError, TimeoutError):
-    """Another rank did not call `safetune.sync` in time."""
-
-
 class PackError(SafetuneError):
     """A pack cannot be read; the message names the file and the reason."""
 

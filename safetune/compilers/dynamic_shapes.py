@@ -12,8 +12,8 @@ from typing import Any
 from safetune.errors import InvalidSetting
 from safetune.keys.tuning_key import Bucket
 from safetune.store.records import RelatedChoice
-from safetune.tuning.neighbours import comparable
 from safetune.tuning.requests import TuningRequest
+from safetune.tuning.search import comparable
 
 #: Dynamo compiles a function at most 8 times (`recompile_limit`), and two are for the first, static
 #: shapes.

@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import field
+from collections.abc import Iterator
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from triton.runtime.autotuner import Config
 
 from safetune import forks
 from safetune.config import config_text
-from safetune.errors import (
-    KernelNotTransferable,
-    NoWorkingConfig,
-    WorkerUnavailable,
-)
+from safetune.errors import KernelNotTransferable, NoWorkingConfig, WorkerUnavailable
 from safetune.frozen import dataclass
 from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers, system_errors
-from safetune.launch.key_state import Reason
 from safetune.messages import logger
 from safetune.miss import candidates, failures, reporting
-from safetune.outcome import Mark, Outcome, OutputReport
+from safetune.miss.resolve import set_choice
+from safetune.outcome import Mark
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench, Ready
-from safetune.tuning.requests import TuningRequest, TuningResult
+from safetune.tuning.requests import TuningRequest
 from safetune.tuning.single_flight import WaitBudget
 from safetune.tuning.tuner import tune
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
+    from safetune.launch.call_shape import Tuner
     from safetune.launch.key_state import KeyState
+    from safetune.miss.resolve import Case
     from safetune.settings import Settings
 
 #: Seconds that the end of the process waits for the running tuning to end its children.
@@ -53,39 +49,33 @@ class Job:
     """One queued tuning."""
 
     state: KeyState
-    request: TuningRequest  # without the caller's arguments; `bench` has a copy of them
-    bench: BackgroundBench
+    bench: BackgroundBench  # with the request, without the caller's arguments, and copies of them
     fallback: Config  # which the key launches meanwhile
     store: Store
-    hold: bool  # keep the choice back until `sync`
-    report: Callable[[TuningRequest, TuningResult], None]
+    settings: Settings
+    tuner: Tuner
     size: int  # the bytes of the copied inputs
-    kind: Any  # of the call: see `failures.kind_of`
     #: Set when the tuning has ended, with or without a choice.
     over: threading.Event = field(default_factory=threading.Event)
 
 
 class BackgroundBench(LaunchBench):
-    """A bench whose measurements end with the process; marks those taken beside other work."""
+    """A bench whose answers count until the process ends. The program may be at work meanwhile,
+    so that all outcomes are marked.
+    """
 
     _queued = True
-    _entered = False
 
     def __init__(self, request: TuningRequest) -> None:
+        request = replace(request, marks=(*request.marks, Mark.CONTENDED.value))
         with system_errors():
             super().__init__(request)
         # A queued call keeps none of the caller's tensors, and no process.
         self.request = self._request = request.without_arguments
 
-    def __enter__(self) -> Self:
-        self._entered = True
-        return super().__enter__()
-
-    def discard(self) -> None:
-        """Free the copied inputs if no tuning has used them."""
-        if not self._entered:
-            self._entered = True
-            self.__exit__(None)
+    def close(self) -> None:
+        """Free the copied inputs, if no tuning has used them."""
+        self._exit.close()
 
     def compiled(self, /, *args: Any, **kwargs: Any) -> Iterator[Ready]:
         """Yield as `LaunchBench` does, until the process ends."""
@@ -94,33 +84,19 @@ class BackgroundBench(LaunchBench):
             yield found
         _worker.check()
 
-    def measure(self, /, *args: Any, **kwargs: Any) -> tuple[Outcome, OutputReport | None]:
-        """Measure as `LaunchBench` does, and mark timings: the program may be at work meanwhile."""
-        _worker.check()
+    def _asked(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the child's answer; the end of the process may have ended the child."""
         try:
-            outcome, report = super().measure(*args, **kwargs)
+            return super()._asked(*args, **kwargs)
         finally:
             _worker.check()
-        if outcome.timing is None or outcome.marked(Mark.CONTENDED):
-            return outcome, report
-        return outcome.with_marks((Mark.CONTENDED.value,)), report
 
 
-def tune_meanwhile(
-    state: KeyState,
-    request: TuningRequest,
-    store: Store,
-    settings: Settings,
-    report: Callable[[TuningRequest, TuningResult], None],
-) -> Config:
-    """Copy the call's inputs, queue it for tuning, and return the fallback.
-
-    Args:
-        report: called with the request, without its arguments, and the result.
-    """
-    call = request.call
+def tune_meanwhile(case: Case) -> Config:
+    """Copy the call's inputs, queue it for tuning, and return the fallback."""
+    state, request, store = case.state, case.request, case.store
+    call, limit = request.call, case.settings.copy_limit
     size = _input_bytes(call) if call.hooks.inputs is None else 0
-    limit = settings.copy_limit
     config = candidates.fallback(request, store)
     if size > limit:
         logger.warning(
@@ -141,9 +117,7 @@ def tune_meanwhile(
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return failures.fall_back(state, request, config, error)
     state.set_fallback(config)
-    hold = settings.world_size > 1
-    kind = failures.kind_of(call.args, call.kwargs)
-    _worker.submit(Job(state, bench.request, bench, config, store, hold, report, size, kind))
+    _worker.submit(Job(state, bench, config, store, case.settings, case.tuner, size))
     return config
 
 
@@ -178,7 +152,7 @@ class _Worker:
             if self._thread is None and not self.stopping:
                 self._start()
             if self.stopping:
-                job.bench.discard()
+                job.bench.close()
                 return
             self.jobs.append(job)
             self._queue.put(job)
@@ -191,10 +165,9 @@ class _Worker:
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="safetune-background", daemon=True)
         try:
-            threading.Thread(target=self._stop_at_exit, name="safetune-exit").start()
             self._thread.start()
         except RuntimeError:  # the process is ending, or cannot start another thread
-            self.stopping = True
+            self._thread, self.stopping = None, True
 
     def check(self) -> None:
         """Raise `Stopped` when the process is ending."""
@@ -208,68 +181,48 @@ class _Worker:
             except Stopped:
                 return
             except Exception:
-                logger.exception("background tuning of %s failed", job.request.key.kernel.name)
+                logger.exception(
+                    "background tuning of %s failed", job.bench.request.key.kernel.name
+                )
             finally:
-                job.bench.discard()
+                job.bench.close()
                 self.jobs.remove(job)
                 over = job.over
                 del job  # and the copied tensors with it, not only when the next job comes
                 over.set()
 
-    def _stop_at_exit(self) -> None:
-        """Stop once every other thread that the interpreter waits for has ended.
-
-        This runs in such a thread too: hooks of `atexit` run later, and the first of them would
-        stop the fork server under a running tuning.
-        """
-        this = threading.current_thread()
-        threading.main_thread().join()
-        while others := [
-            thread
-            for thread in threading.enumerate()
-            if thread is not this and not thread.daemon and thread.is_alive()
-        ]:
-            others[0].join()
+    def stop(self) -> None:
+        """End the running tuning and its children: the process is ending."""
         with self._lock:
             self.stopping = True
-        close_servers()
-        self._queue.put(None)
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
+            close_servers()
+            self._queue.put(None)
             self._thread.join(_LEAVE_S)
 
 
 def _tune(job: Job) -> None:
-    request = job.request
+    request = job.bench.request
     try:
         with reporting.observing(request, job.store, quiet=True) as tally:
             budget = WaitBudget(check=_worker.check)
             result = tune(request, job.store, tally, bench=job.bench, wait_budget=budget)
-    except NoWorkingConfig as error:  # a later call may differ, or be corrected
-        failures.fall_back(job.state, request, job.fallback, error, job.kind)
-    except (KernelNotTransferable, WorkerUnavailable) as error:
+    except (KernelNotTransferable, NoWorkingConfig, WorkerUnavailable) as error:
         if _worker.stopping:
             raise Stopped from error
-        failures.fall_back(job.state, request, job.fallback, error, job.kind)
+        failures.fall_back(job.state, request, job.fallback, error)
     else:
-        if job.hold:
-            job.state.held = result.choice
-        else:
-            job.state.set_choice(result.choice)
-        job.report(request, result)
+        set_choice(job.state, result.choice, job.settings)
+        reporting.report_result(job.tuner, request, result)
 
 
 _worker = _Worker()
 
 
 def _start_over() -> None:
-    """Start over in a fork, which lacks the thread: the next call of a key queues it there."""
+    """Start over in a fork, which lacks the thread: keys that were queued keep their fallback."""
     global _worker
-    waiting, _worker = _worker.jobs, _Worker()
-    for job in waiting:
-        decision = job.state.decision()
-        if decision is not None and decision.reason is Reason.FALLBACK:
-            job.state.forget()
-        job.bench.discard()
+    _worker = _Worker()
 
 
-forks.register("background", after_in_child=_start_over)
+forks.register("background", after_in_child=_start_over, at_exit=lambda: _worker.stop())

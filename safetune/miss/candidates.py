@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
-from safetune.frozen import dataclass
 from safetune.keys.encoding import visible
 from safetune.keys.tuning_key import describe_call
 from safetune.launch.call_shape import heuristic_values, named_arguments, specialisation
 from safetune.messages import logger
 from safetune.outcome import Mark, Outcome, Verdict
 from safetune.store.local.store import Store
-from safetune.tuning.neighbours import comparable, distance
 from safetune.tuning.requests import Plan, TuningRequest
+from safetune.tuning.search import comparable, distance
 
 if TYPE_CHECKING:
     from safetune.launch.key_state import KeyState
@@ -33,13 +32,7 @@ if TYPE_CHECKING:
 #: The stored outcomes of a key's configs.
 Outcomes = list[tuple[Config, Outcome]]
 
-
-@dataclass(frozen=True)
-class Substitute:
-    """A config for a key without a choice, and the reason as text."""
-
-    config: Config
-    reason: str
+_FIRST = "the first config not known to fail"
 
 
 def fallback(request: TuningRequest, store: Store) -> Config:
@@ -54,15 +47,10 @@ def best_known(request: TuningRequest, lookup: Lookup) -> Config:
     """
     outcomes = known_outcomes(request, lookup.store)
     found = ranked(request, outcomes, lookup.related(request.key))
-    best = next(found, first_config(request))
-    logger.warning(
-        "%s has no choice for %s and runs with %s: %s",
-        request.key.kernel.name,
-        request.key,
-        config_text(best.config),
-        best.reason,
-    )
-    return best.config
+    config, reason = next(found, (request.configs[0], "the first config; all are known to fail"))
+    name, text = request.key.kernel.name, config_text(config)
+    logger.warning("%s has no choice for %s and runs with %s: %s", name, request.key, text, reason)
+    return config
 
 
 def best_first(
@@ -75,8 +63,8 @@ def best_first(
     key, toolchain = request.key, request.key.toolchain.record()
     stored = store.related(key.kernel.digest, key.device.digest)
     related = [source for source in stored if source.toolchain == toolchain]
-    for found in ranked(request, known_outcomes(request, store), related, measured_first):
-        yield found.config
+    for config, _ in ranked(request, known_outcomes(request, store), related, measured_first):
+        yield config
 
 
 def ranked(
@@ -84,87 +72,58 @@ def ranked(
     outcomes: Outcomes,
     related: Iterable[RelatedChoice],
     measured_first: bool = False,
-) -> Iterator[Substitute]:
+) -> Iterator[tuple[Config, str]]:
     """Yield each config that is not known to fail for a key once, best first, with its reason.
 
-    Order: the key's choice from another config list, then from another toolchain; the nearest key's
-    choice, from this toolchain, then from another; the configs known to work, fastest first (these
-    come first of all with `measured_first`); those without an outcome, as declared. `related` are
-    choices of the same kernel on the same device. With `same_bits`, the order is as declared.
+    Order: the key's choice from another config list, then from another toolchain; the choices of
+    other keys, the nearest first, from this toolchain, then from another; the configs known to
+    work, fastest first (these come first of all with `measured_first`); those without an outcome,
+    as declared. `related` are choices of the same kernel on the same device. With `same_bits`, the
+    order is as declared.
     """
     if request.same_bits:
         fails = [config for config, outcome in outcomes if not outcome.ok]
-        for config in request.configs:
-            if config not in fails:
-                yield Substitute(config, "the first config not known to fail, for same_bits")
+        yield from ((config, _FIRST) for config in request.configs if config not in fails)
         return
     times = {  # those that the choice was not made among come last
         c: (o.marked(Mark.OUTVOTED) or o.marked(Mark.NOT_REPEATABLE), o.timing.median_ms)
         for c, o in outcomes
         if o.ok and o.timing is not None
     }
-    works = [
-        Substitute(c, "the fastest config known to work")
-        for c in sorted(times, key=times.__getitem__)
-    ]
+    fastest = sorted(times, key=times.__getitem__)
+    works = [(config, "the fastest config known to work") for config in fastest]
     tried = [config for config, _ in outcomes]
-    untried = [
-        first_config(request)
-        if config is request.configs[0]
-        else Substitute(config, "the first config not known to fail")
-        for config in request.configs
-        if config not in tried
-    ]
+    untried = [(config, _FIRST) for config in request.configs if config not in tried]
     chosen = _chosen_elsewhere(request, outcomes, related)
     seen: set[int] = set()
-    for found in chain(works if measured_first else (), chosen, works, untried):
-        if id(found.config) not in seen:
-            seen.add(id(found.config))
-            yield found
-
-
-def first_config(request: TuningRequest) -> Substitute:
-    """Return the first config, for a key with no outcomes or only failures."""
-    return Substitute(request.configs[0], "the first config")
+    for config, reason in chain(works if measured_first else (), chosen, works, untried):
+        if id(config) not in seen:
+            seen.add(id(config))
+            yield config, reason
 
 
 def _chosen_elsewhere(
     request: TuningRequest, outcomes: Outcomes, related: Iterable[RelatedChoice]
-) -> Iterator[Substitute]:
-    """Yield the choices of related keys: those for the same call, then the nearest ones."""
+) -> Iterator[tuple[Config, str]]:
+    """Yield the choices of related keys: those for the same call, then those of other calls."""
     broken = [config for config, outcome in outcomes if not outcome.ok]
     toolchain, call = request.key.toolchain.record(), request.key.record()
-    found_ones = comparable(request.by_digest, call, related)
-    usable = [found for found in found_ones if found[0] not in broken]
-    usable.sort(key=lambda found: found[1].choice.created, reverse=True)
-    ours = [found for found in usable if found[1].toolchain == toolchain]
-    others = [found for found in usable if found[1].toolchain != toolchain]
-    for group, words in ((ours, "the choice from another list of configs"), (others, "a choice")):
-        for config, source in group:
-            if source.call == call:
-                yield Substitute(config, words + _origin(request, source))
-    for group in (ours, others):
-        apart = [
-            (far, config, source)
-            for config, source in group
-            if (far := distance(call["values"], source.call["values"])) is not None
-        ]
-        if apart:
-            _, config, source = min(apart, key=itemgetter(0))
-            words = f"the choice of the nearest key, {describe_call(source.call)}"
-            yield Substitute(config, words + _origin(request, source))
+    usable = []
+    for config, source in comparable(request.by_digest, call, related):
+        far = distance(call["values"], source.call["values"])
+        if far is not None and config not in broken:
+            is_foreign, created = source.toolchain != toolchain, source.choice.created
+            usable.append((source.call != call, is_foreign, far, -created, config, source))
+    for *_, config, source in sorted(usable, key=itemgetter(0, 1, 2, 3)):
+        yield config, f"the choice for {describe_call(source.call)}{_origin(request, source)}"
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:
-    """Return in parentheses the Triton version and the file of a choice, if they differ."""
+    """Return in parentheses the toolchain and the file of a choice, if they are others."""
     parts = []
     if source.toolchain != request.key.toolchain.record():
-        theirs, ours = source.toolchain.get("triton"), request.key.toolchain.triton
-        parts.append(
-            f"made with Triton {visible(str(theirs))}, and this is {ours}"
-            if theirs != ours
-            else "made by another compiler or under other switches"
-        )
+        version = visible(str(source.toolchain.get("triton")))
+        parts.append(f"made by another toolchain, with Triton {version}")
     if source.pack:
         parts.append(f"from {source.pack}")
     return f" ({', '.join(parts)})" if parts else ""

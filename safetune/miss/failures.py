@@ -78,21 +78,17 @@ def _kind(value: Any) -> Any:
     return type(value), where, may_be_address(value)
 
 
-def fall_back(
-    state: KeyState, request: TuningRequest, config: Config, error: Exception, kind: Any = None
-) -> Config:
+def fall_back(state: KeyState, request: TuningRequest, config: Config, error: Exception) -> Config:
     """Use `config` as a fallback after a failed tuning, until the next one; warn the first time.
 
     If a child cannot rebuild the call, only calls of its kind use the fallback. It is permanent if
-    a child can rebuild no call of the kernel, or if the kernel waits for an answer.
-
-    Args:
-        kind: the call's kind, if the request no longer has arguments.
+    a child can rebuild no call of the kernel, or if the kernel waits for an answer. A request that
+    no longer has its arguments has no kind.
     """
     before, retry, outlook = state.retried, None, ""
     kinds = frozenset[Any]()
-    if isinstance(error, KernelNotTransferable):
-        kinds = frozenset({kind or kind_of(request.call.args, request.call.kwargs)})
+    if isinstance(error, KernelNotTransferable) and request.known is None:
+        kinds = frozenset({kind_of(request.call.args, request.call.kwargs)})
     if not nobody_answers(request, error) and (not kinds or may_be_sent(request)):
         state.retried = retry = Retry(kinds=kinds) if before is None else before.again(kinds)
         if before is not None:
@@ -136,12 +132,6 @@ def nobody_answers(request: TuningRequest, error: Exception) -> bool:
     return waits_on_memory(request.call.kernel)
 
 
-def first_that_hung(request: TuningRequest, error: NoWorkingConfig) -> Config:
-    """Return the first config that can launch a kernel that waits."""
-    hung = {text for text, outcome in error.outcomes if outcome.verdict is Verdict.TIMEOUT}
-    return next(config for config in request.configs if config_text(config) in hung)
-
-
 def count_sync() -> None:
     """Allow fallbacks from before now to be tuned again in a world of several processes."""
     global _syncs
@@ -155,7 +145,8 @@ def first_config(request: TuningRequest, error: NoWorkingConfig) -> Config | Non
     The caller then gets Triton's own exception, and a call that fails only in a child works.
     """
     if nobody_answers(request, error):
-        return first_that_hung(request, error)
+        hung = {text for text, outcome in error.outcomes if outcome.verdict is Verdict.TIMEOUT}
+        return next(config for config in request.configs if config_text(config) in hung)
     outcomes = [outcome for _, outcome in error.outcomes]
     return request.configs[0] if all(map(_is_harmless, outcomes)) else None
 
@@ -169,13 +160,12 @@ def none_works(
     state: KeyState, request: TuningRequest, error: NoWorkingConfig, must_raise: bool
 ) -> Config:
     """Raise the error of a call for which no config works, or launch a kernel that waits."""
-    if not must_raise and nobody_answers(request, error):
-        return fall_back(state, request, first_that_hung(request, error), error)
     if not must_raise:
         error.first = first_config(request, error)
+        if error.first is not None and nobody_answers(request, error):
+            return fall_back(state, request, error.first, error)
     if len(request.grids.failures) < len(request.configs):  # something was measured
-        before = hopeless_of(state, request)
-        state.hopeless = Hopeless(error, request.scopes.call, request.declared, before)
+        state.hopeless = Hopeless(error, _call_of(request), state.hopeless)
     raise error
 
 
@@ -205,10 +195,8 @@ def add_note(error: BaseException, text: str) -> None:
         warn_once(text, TuningWarning)
 
 
-def hopeless_of(state: KeyState, request: TuningRequest) -> Hopeless | None:
-    """Return the calls for which no config in the current list works."""
-    hopeless: Hopeless | None = state.hopeless
-    return hopeless if hopeless is not None and hopeless.declared == request.declared else None
+def _call_of(request: TuningRequest) -> tuple[str, str]:
+    return request.scopes.call, request.declared
 
 
 class Hopeless:
@@ -219,20 +207,18 @@ class Hopeless:
     """
 
     def __init__(
-        self, error: NoWorkingConfig, call: str, declared: str, before: Hopeless | None
+        self, error: NoWorkingConfig, call: tuple[str, str], before: Hopeless | None
     ) -> None:
-        self.calls: set[str] = {call, *(before.calls if before else ())}
-        self.declared = declared  # the list of configs, as a digest
+        #: Each with the list of configs that was tried.
+        self.calls: set[tuple[str, str]] = {call, *(before.calls if before else ())}
         self._error = without_frames(error)
-        self._delay_s = 0.0
-        if before is not None and call not in before.calls:
-            self._delay_s = min(max(2 * before._delay_s, RETRY_S), MAX_RETRY_S)
-        elif before is not None:
-            self._delay_s = before._delay_s
+        self._delay_s: float = before._delay_s if before else 0.0
+        if before and call not in before.calls:
+            self._delay_s = min(max(2 * self._delay_s, RETRY_S), MAX_RETRY_S)
         self._others_s = clock() + self._delay_s
         self._same_s = clock() + RETRY_S
 
-    def error_for(self, call: str) -> NoWorkingConfig | None:
+    def error_for(self, request: TuningRequest) -> NoWorkingConfig | None:
         """Return the error of a call that is not tried now; None to try it.
 
         Looks up the call's failures in the store, which may have been cleared; not at each step if
@@ -240,7 +226,7 @@ class Hopeless:
         """
         error = without_frames(self._error)
         error.measured = 0
-        if call in self.calls:
+        if _call_of(request) in self.calls:
             return error if error.first is not None and clock() < self._same_s else None
         left_s = self._others_s - clock()
         if left_s <= 0:

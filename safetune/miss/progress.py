@@ -78,14 +78,8 @@ def moving_line(how_far: Callable[[], HowFar | None], of_command: bool) -> Itera
         of_command: show it at once, with other output above it. A program's output is left
             unchanged.
     """
-    bar = Bar(
-        how_far,
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=of_command,
-        redirect_stderr=of_command,
-    )
-    at_end = contextlib.ExitStack()
+    redirects = {"redirect_stdout": of_command, "redirect_stderr": of_command}
+    bar = Bar(how_far, console=Console(stderr=True), transient=True, **redirects)
 
     def show() -> None:
         if _showing.acquire(blocking=False):
@@ -93,15 +87,9 @@ def moving_line(how_far: Callable[[], HowFar | None], of_command: bool) -> Itera
             at_end.callback(bar.stop)
             bar.start()
 
-    timer = threading.Timer(0.0 if of_command else DELAY_S, show)
-    timer.name, timer.daemon = "safetune-progress", True
-    timer.start()
-    try:
+    first_s, once = 0.0 if of_command else DELAY_S, threading.TIMEOUT_MAX
+    with contextlib.ExitStack() as at_end, repeated(show, first_s, once):
         yield
-    finally:
-        timer.cancel()
-        timer.join()
-        at_end.close()
 
 
 def can_move_cursor() -> bool:

@@ -7,17 +7,12 @@ a line in the log, never an error.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from dataclasses import replace
 from typing import Any
 
-from safetune.config import config_digest
 from safetune.errors import KernelNotTransferable
 from safetune.inputs import call_description
-from safetune.inputs.call import grid_of
-from safetune.keys import encoding
 from safetune.keys.identity import base_function
 from safetune.keys.written_key import kept_names
 from safetune.messages import logger
@@ -32,9 +27,6 @@ TRACED = (
 )
 
 _ONLY_COUNTED = "is counted, but `safetune tune --recorded` cannot replay it"
-
-#: A call takes some hundred bytes per argument and per config.
-_MOST_BYTES = 1 << 20
 
 
 def remember(
@@ -56,10 +48,6 @@ def remember(
             arguments=_arguments(request, problem, captured),
             created=time.time(),
         )
-        if len(encoding.dumps(call.arguments)) > _MOST_BYTES:
-            problem = f"its description takes more than {_MOST_BYTES >> 20} MiB"
-            _log_once(call.name, problem, _ONLY_COUNTED)
-            call = replace(call, arguments=_arguments(request, problem, captured))
         store.put_key(KeyRecord.of(request.key))
         if store.put_call(call):
             logger.info("%s is recorded for %s", call.name, request.key)
@@ -87,13 +75,9 @@ def _arguments(request: TuningRequest, problem: str, captured: bool) -> dict[str
 
 
 def _grids(request: TuningRequest) -> dict[str, list[int]]:
-    """Return the grid of each config by its digest; a grid function ends with its process."""
-    grids = {}
-    for config in request.configs:
-        with contextlib.suppress(Exception):  # this config could not be tuned here either
-            grid, _ = grid_of(request.call, config)
-            grids[config_digest(config)] = list(grid)
-    return grids
+    """Return the grid of each config that has one; a grid function ends with its process."""
+    sizes = zip(request.by_digest, request.grids.sizes, strict=True)
+    return {digest: list(grid) for digest, grid in sizes if grid}
 
 
 @functools.cache

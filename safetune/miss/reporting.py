@@ -170,22 +170,16 @@ def observing(
     """
     tunings.begun += 1
     tally = Tally(request, phases)
-    tally.observers.append(log_config)
+    prints = knobs.autotuning.print and not quiet
+    tally.observers += [log_config, *[print_config] * prints]
     try:
-        with contextlib.nullcontext() if quiet else _shown(tally):
+        with contextlib.nullcontext() if quiet or prints else showing(tally.how_far):
             yield tally
     except BaseException as error:
         tunings.failed += 1
         if isinstance(error, KeyboardInterrupt) and not tally.waits_for:
             tell(_interrupted(tally, store))
         raise
-
-
-def _shown(tally: Tally) -> contextlib.AbstractContextManager[None]:
-    if knobs.autotuning.print:
-        tally.observers.append(print_config)
-        return contextlib.nullcontext()
-    return showing(tally.how_far)
 
 
 def showing(
@@ -279,7 +273,6 @@ def tell_result(request: TuningRequest, result: TuningResult, shown: bool = Fals
         warn(f"{request.key.kernel.name}: {note}", TuningWarning)
     warn_of_dispute(request.key, result.stored.dispute)
     took_long = result.seconds >= FIRST_S or (result.seconds >= DELAY_S and _is_watched())
-    shown = shown or not logger.isEnabledFor(logging.WARNING)
     if logger.isEnabledFor(logging.INFO) or (took_long and not shown and is_first_of_node()):
         tell(_as_line(request, result))
 

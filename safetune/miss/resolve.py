@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from safetune import forks, triton_internals
 from safetune.both import backend
 from safetune.config import (
     check_conflicts,
+    config_digest,
     config_record,
     config_text,
     declared_digest,
@@ -27,39 +26,30 @@ from safetune.config import (
 from safetune.errors import (
     KernelNotTransferable,
     NoWorkingConfig,
+    StoreError,
     TooMuchPinned,
     TuningWarning,
     WorkerUnavailable,
 )
 from safetune.inputs.call import Call
 from safetune.keys import encoding, left_kernels, text_facts
-from safetune.keys.identity import inner_heuristics, is_interpreted
-from safetune.keys.tuning_key import (
-    TuningKey,
-    active_driver,
-    current_index,
-    triton_key,
-    tuning_key,
-)
+from safetune.keys.identity import is_interpreted
+from safetune.keys.tuning_key import TuningKey, active_driver, current_index, triton_key, tuning_key
 from safetune.launch import call_shape, scratch_memory
 from safetune.launch.key_state import Asked, Reason, without_frames
 from safetune.messages import logger, warn, warn_once
 from safetune.miss import reporting
+from safetune.outcome import Outcome, Verdict
 from safetune.settings import Mode, SearchBudget, Settings
+from safetune.store.local import db_files, in_flight
 from safetune.store.local.store import Store
-from safetune.store.lookup import Lookup, open_lookup
-from safetune.store.records import ChoiceRecord
+from safetune.store.lookup import GuardedStore, Lookup, open_lookup
+from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
 from safetune.tuning.requests import Phases, Plan, TuningRequest
 
 if TYPE_CHECKING:
     from safetune.launch.call_shape import Tuner
     from safetune.launch.key_state import KeyState
-    from safetune.miss.in_process import Flights
-
-_SAME_BITS_INLINE = (
-    "{kernel}: same_bits is refused, because its configs would be tried in this process. safetune "
-    "launches the first config"
-)
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -159,7 +149,7 @@ def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: 
         if retry is None or retry.holds(args, kwargs, settings, capture):
             return known.config
     try:
-        case = _Case(tuner, state, args, kwargs, settings, capture)
+        case = Case(tuner, state, args, kwargs, settings, capture)
         config = _find(case)
         case.look_again_after_pull()
         return config
@@ -167,7 +157,7 @@ def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: 
         raise error.with_traceback(None) from None
 
 
-class _Case:
+class Case:
     """A call without a config in memory; its properties are computed when a rule reads them."""
 
     def __init__(
@@ -248,39 +238,95 @@ class _Case:
         return plan.choice is not None and not (again and self.request.has_work and plan.due)
 
 
-def _first_pruned(case: _Case) -> Config:
+class Flights:
+    """Stores the config that runs in this process, in case the process or the machine goes down.
+
+    Does nothing without a store or a request.
+
+    Attributes:
+        skipped: the configs that are not tried, and why.
+    """
+
+    def __init__(self, request: TuningRequest | None, settings: Settings) -> None:
+        self._store: GuardedStore | None = None
+        self._tried = set[Config]()
+        self.skipped: dict[Config, Outcome] = {}
+        path = db_files.locate(settings, writes=False).database
+        if request is None or request.without_identity or not db_files.outlives_machine(path):
+            return
+        with contextlib.suppress(StoreError):
+            self._store = GuardedStore.open(path.parent, settings.wait_s)
+        if self._store is None:
+            return
+        self._key = request.key
+        self._store.put_key(KeyRecord.of(request.key))
+        plan, configs = Plan.read(request, self._store), request.configs
+        self._tried = {configs[index] for index in plan.latest}
+        skipped = {**plan.took_down, **plan.listed}
+        self.skipped = {configs[index]: outcome for index, outcome in skipped.items()}
+
+    def close(self) -> None:
+        """Close the store."""
+        if self._store is not None:
+            self._store.close()
+
+    def check_some(self, configs: Sequence[Config]) -> None:
+        """Raise `NoWorkingConfig` if none of these configs may be tried."""
+        if self.skipped and self.skipped.keys() >= {*configs}:
+            outcomes = [(config_text(config), outcome) for config, outcome in self.skipped.items()]
+            raise NoWorkingConfig(self._key.kernel.name, str(self._key), outcomes, measured=0)
+
+    @contextlib.contextmanager
+    def launching(self, config: Config) -> Iterator[None]:
+        """Launch a config in the body."""
+        flight = in_flight.here(inline=True)
+        if self._store is None or not flight or config in self._tried:
+            yield
+            return
+        key, digest, record = self._key.digest, config_digest(config), config_record(config)
+        died = Outcome(Verdict.DIED, detail="process")
+        trial = TrialRecord(key, digest, record, 1, died, created=time.time(), flight=flight)
+        self._store.put_trial(trial, durable=True)
+        try:
+            yield
+        finally:
+            self._store.drop_in_flight(trial)
+
+
+def _first_pruned(case: Case) -> Config:
     named = call_shape.named_arguments(case.tuner.arg_names, case.args)
     pruned = call_shape.pruned_configs(case.tuner, named, case.kwargs)
     return case.state.set_fallback(next(iter(pruned), case.tuner.configs[0]))
 
 
-def _inline(case: _Case, reason: str = "") -> Config:
+def _inline(case: Case, reason: str = "") -> Config:
     """Measure configs in this process, as `triton.autotune` does; nothing is stored."""
     tuner, state, args, kwargs = case.tuner, case.state, case.args, case.kwargs
     if not case.left and case.settings.same_bits_of(tuner.same_bits):
-        name = tuner.base_fn.__name__
-        warn_once(_SAME_BITS_INLINE.format(kernel=name), TuningWarning)
+        warn_once(
+            f"{tuner.base_fn.__name__}: same_bits is refused, because its configs would be tried "
+            "in this process. safetune launches the first config",
+            TuningWarning,
+        )
         return _first_pruned(case)
     if reason := reason or case.why_inline or "":
         text = f"{reason}; safetune tunes in this process instead, as triton.autotune does"
         warn_once(text, TuningWarning)
-    reported: TuningRequest | None = None
+    request: TuningRequest | None = None
     with contextlib.suppress(Exception):  # the tuning raises the important errors
         request = case.request
         state.asked = Asked(request.key, request.declared, request.by_digest)
         if not request.has_work:
             return for_no_work(state, request)
-        reported = request
-    if reported is not None and not case.left:
-        reporting.check_policy(tuner, reported, case.settings)
+    if case.left:  # it is Triton's
+        request = None
+    if request is not None:
+        reporting.check_policy(tuner, request, case.settings)
     start = time.perf_counter()
-    from safetune.miss import in_process
-
-    noted = None if case.left else reported
-    with in_process.flights(noted, case.settings) as flights:
+    with contextlib.closing(Flights(request, case.settings)) as flights:
         best, timings = _timed_here(tuner, args, kwargs, flights)
-    if noted is not None:
-        reporting.tell_of_skipped(noted.key, flights.skipped)
+    if request is not None:
+        reporting.tell_of_skipped(request.key, flights.skipped)
     if timings:
         named = call_shape.named_arguments(tuner.arg_names, args, kwargs)
         key = triton_key(tuner.keys, tuner.arg_names, named)
@@ -322,22 +368,19 @@ def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
     return [timing.median_ms, timing.p20_ms, timing.p80_ms]
 
 
-def _keep_choice(case: _Case) -> Config:
+def _keep_choice(case: Case) -> Config:
     if case.capture and case.plan.config is not None:
         return case.state.set_choice(case.plan.config)
     return _adopt(case, case.plan)
 
 
-def _captured(case: _Case) -> Config:
+def _captured(case: Case) -> Config:
     from safetune.miss import under_capture
 
-    tuner, state, request = case.tuner, case.state, case.request
-    return under_capture.fall_back(
-        tuner, state, request, case.lookup, case.settings, case.capture, case.tunes
-    )
+    return under_capture.fall_back(case)
 
 
-def _best_known(case: _Case) -> Config:
+def _best_known(case: Case) -> Config:
     from safetune.miss import candidates
 
     assert case.lookup is not None
@@ -345,12 +388,11 @@ def _best_known(case: _Case) -> Config:
     return case.state.set_fallback(candidates.best_known(case.request, case.lookup))
 
 
-def _tune_meanwhile(case: _Case) -> Config:
+def _tune_meanwhile(case: Case) -> Config:
     from safetune.miss.background import tune_meanwhile
 
     reporting.warn_of_grid(case.tuner, case.request.grids.reads)
-    report_to = functools.partial(reporting.report_result, case.tuner)
-    return tune_meanwhile(case.state, case.request, case.store, case.settings, report_to)
+    return tune_meanwhile(case)
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:
@@ -411,7 +453,7 @@ def stored_choice(request: TuningRequest, lookup: Lookup) -> ChoiceRecord | None
     return choice
 
 
-def _tune_now(case: _Case) -> Config:
+def _tune_now(case: Case) -> Config:
     """Tune a key; if that is not possible, launch its present choice, or a fallback."""
     from safetune.isolation import child_handle, fork_server
 
@@ -429,10 +471,9 @@ def _tune_now(case: _Case) -> Config:
     from safetune.tuning.single_flight import WaitBudget
     from safetune.tuning.tuner import tune
 
-    if state.hopeless is not None and choice is None and not _waiting:
-        hopeless = failures.hopeless_of(state, request)
-        if hopeless and (error_before := hopeless.error_for(request.scopes.call)):
-            raise error_before
+    hopeless = None if choice is not None or _waiting else state.hopeless
+    if hopeless is not None and (error_before := hopeless.error_for(request)):
+        raise error_before
     try:
         with reporting.observing(request, store, miss.phases) as tally:
             budget = WaitBudget(case.settings.wait_s, tell=tally.wait_for)
@@ -447,12 +488,12 @@ def _tune_now(case: _Case) -> Config:
         if isinstance(error, NoWorkingConfig) and not error.transient:
             return failures.none_works(state, request, error, must_raise=bool(_waiting))
         return failures.fall_back(state, request, candidates.fallback(request, store), error)
-    config = _set_choice(state, result.choice, case.settings)  # first: a warning may be an error
+    config = set_choice(state, result.choice, case.settings)  # first: a warning may be an error
     reporting.report_result(case.tuner, request, result)
     return config
 
 
-def _set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
+def set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
     """Launch a choice; a rank that launches a fallback keeps it until all ranks call `sync`."""
     launched = state.decision()
     if settings.world_size > 1 and launched is not None and launched.reason is Reason.FALLBACK:
@@ -461,10 +502,10 @@ def _set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
     return state.set_choice(choice)
 
 
-def _adopt(case: _Case, plan: Plan) -> Config:
+def _adopt(case: Case, plan: Plan) -> Config:
     """Use a stored choice; calls with which it is known to fail get the next-best config."""
     assert plan.config is not None
-    config = _set_choice(case.state, plan.config, case.settings)
+    config = set_choice(case.state, plan.config, case.settings)
     if plan.fails(config):
         from safetune.miss import candidates
 
@@ -473,7 +514,7 @@ def _adopt(case: _Case, plan: Plan) -> Config:
 
 
 #: The calls that are no miss, and the config of each: the first row that applies.
-_NO_MISS: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...] = (
+_NO_MISS: tuple[tuple[Callable[[Case], object], Callable[[Case], Config]], ...] = (
     (lambda case: case.kwargs.get("warmup"), lambda case: case.tuner.configs[0]),
     (lambda case: case.settings.mode is Mode.OFF, _first_pruned),
     (lambda case: case.why_inline is not None and not case.capture, _inline),
@@ -481,12 +522,12 @@ _NO_MISS: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...
         lambda case: len(case.request.configs) == 1 and case.request.has_work,
         lambda case: case.state.set_choice(case.request.configs[0]),
     ),
-    (_Case.is_settled, _keep_choice),
+    (Case.is_settled, _keep_choice),
     (lambda case: not case.request.has_work, lambda case: for_no_work(case.state, case.request)),
 )
 
 #: What a miss does, where `on_miss` is no error.
-_MISSES: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...] = (
+_MISSES: tuple[tuple[Callable[[Case], object], Callable[[Case], Config]], ...] = (
     (lambda case: case.capture, _captured),
     (lambda case: not case.tunes, _best_known),
     (lambda case: case.settings.mode is Mode.BACKGROUND and not _waiting, _tune_meanwhile),
@@ -494,7 +535,7 @@ _MISSES: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...]
 )
 
 
-def _find(case: _Case) -> Config:
+def _find(case: Case) -> Config:
     for applies, config_of in _NO_MISS:
         if applies(case):
             return config_of(case)
@@ -526,24 +567,22 @@ def next_best(
 
     A choice is tuned per key, but Triton compiles again for each specialisation: constexpr values,
     alignment, an integer that is 1. So a config that works for one call of a key may need too much
-    shared memory for the next. Raises the last error if no config can be launched; an error in the
-    caller's grid or heuristic is raised at once.
+    shared memory for the next. Raises the last error if no config can be launched.
 
     Args:
         special: the values that decide which binary the call needs: `call_shape.specialisation`.
     """
-    if Settings.current().mode is Mode.OFF or _is_callers(error, tuner.fn, kwargs):
+    settings = Settings.current()
+    if settings.mode is Mode.OFF:
         raise error
     rejected = state.reject(special, config)
     reason = _text(error)
-    for other in _candidates(tuner, args, kwargs):
+    for other in _candidates(Case(tuner, state, args, kwargs, settings, capture=0)):
         if other in rejected:
             continue
         try:
             result = tuner.shapes.of(args, kwargs).launch(other, args, kwargs).result
         except call_shape.CLEAN_FAILURES as next_error:
-            if _is_callers(next_error, tuner.fn, kwargs):
-                raise
             state.reject(special, other)
             error = next_error
             continue
@@ -558,32 +597,13 @@ def next_best(
     raise error
 
 
-def _is_callers(error: Exception, kernel: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller's grid, a heuristic, or a function that they called raised `error`."""
-    functions = [kwargs.get("grid"), *inner_heuristics(kernel).values()]
-    codes = {code for function in functions for code in _codes(function)}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _candidates(tuner: Tuner, args: Args, kwargs: Kwargs) -> Iterator[Config]:
+def _candidates(case: Case) -> Iterator[Config]:
     """Return the configs to try instead, best first."""
     from safetune.miss import candidates
 
-    miss, settings = Miss(tuner, args, kwargs), Settings.current()
-    inline = tuner.isolation == "inline" or left_kernels.is_left(tuner.fn, settings)
-    if inline or why_not_isolated(miss.call):
-        return iter(miss.configs())
-    store = open_lookup(settings).store
-    return candidates.best_first(miss.request(), store, measured_first=True)
-
-
-def _codes(function: Any) -> Iterator[Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    for candidate in (function, vars(type(function)).get("__call__")):
-        code = getattr(candidate, "__code__", None)
-        if code is not None:
-            yield code
+    if case.lookup is None:
+        return iter(case.miss.configs())
+    return candidates.best_first(case.request, case.store, measured_first=True)
 
 
 def _text(error: Exception) -> str:

@@ -8,17 +8,13 @@ process can wait in one that another never enters. No lock is held.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from triton.runtime.autotuner import Config
 
-from safetune import triton_internals
 from safetune.config import config_digest
-from safetune.errors import InvalidSetting, StoreError, SyncTimeout
+from safetune.errors import StoreError
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
 from safetune.messages import distributed, logger
 from safetune.miss import failures, reporting
@@ -27,17 +23,15 @@ from safetune.store.local.store import AGREED
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_of
 
-Result = TypeVar("Result")
-
 
 class Launched(NamedTuple):
-    """The config that a process launches for a key; `choice` has the fields of a stored one."""
+    """The config that a process launches for a key, as its digest, and the choice of it."""
 
-    config: str  # its digest
-    choice: dict[str, Any] | None = None
+    config: str
+    choice: ChoiceRecord | None = None  # None if it is in no store
 
 
-def sync(group: Any = None, timeout_s: float | None = None) -> int:
+def sync(group: Any = None) -> int:
     """Read the choices of other processes, and launch rank 0's config for each key.
 
     Call it in every process at the same point, before training and whenever choices may change. It
@@ -49,24 +43,16 @@ def sync(group: Any = None, timeout_s: float | None = None) -> int:
 
     Args:
         group: a process group of torch.distributed; all ranks if None.
-        timeout_s: seconds to wait for the other ranks; by default the group's timeout.
 
     Returns:
         The number of keys for which a rank launched another config than rank 0; equal on all ranks.
-
-    Raises:
-        InvalidSetting: `timeout_s` is not above 0.
-        SyncTimeout: a rank did not call `sync` in time. This rank keeps its configs. The group
-            still waits for that rank, so end the job, or make another group.
     """
-    if timeout_s is not None and not timeout_s > 0:
-        raise InvalidSetting(f"timeout_s={timeout_s!r}; it must be a number of seconds above 0")
     states, settings = list(all_states()), Settings.current()
     known: list[tuple[KeyState, Asked]] = []
     if settings.mode is not Mode.OFF:
         known = [(state, state.asked) for state in states if state.asked and not state.written]
     own = _launched(settings, known)
-    agreed, differing = _of_rank_0(own, group, timeout_s)
+    agreed, differing = _of_rank_0(own, group)
     failures.count_sync()
     for state in states:
         if state.held is not None:
@@ -80,11 +66,10 @@ def sync(group: Any = None, timeout_s: float | None = None) -> int:
         if launched.choice is None:
             _replace(state, config)
             continue
-        choice = ChoiceRecord(**{**launched.choice, "marks": tuple(launched.choice["marks"])})
         state.set_choice(config)
-        reporting.warn_of_dispute(asked.key, choice.dispute)
+        reporting.warn_of_dispute(asked.key, launched.choice.dispute)
         if launched != own.get(asked.identity):
-            taken.append(StoredChoice(KeyRecord.of(asked.key), choice))
+            taken.append(StoredChoice(KeyRecord.of(asked.key), launched.choice))
     if taken and settings.mode is not Mode.FROZEN:
         _store(settings, taken)
     return differing
@@ -93,12 +78,12 @@ def sync(group: Any = None, timeout_s: float | None = None) -> int:
 def _replace(state: KeyState, config: Config) -> None:
     """Launch rank 0's config, which is not in any store, for the same reason as before."""
     decision = state.decision(capture=None)
-    if decision is not None and decision.config == config:
-        return
-    if decision is not None and decision.reason is Reason.CHOICE:
+    if decision is None:
+        state.set_fallback(config)
+    elif decision.reason is Reason.CHOICE:
         state.set_choice(config)
-    else:
-        state.set_fallback(config, None if decision is None else decision.retry)
+    elif decision.config != config:
+        state.set_fallback(config, decision.retry)
 
 
 def _launched(settings: Settings, known: Iterable[tuple[KeyState, Asked]]) -> dict[str, Launched]:
@@ -118,59 +103,28 @@ def _launched(settings: Settings, known: Iterable[tuple[KeyState, Asked]]) -> di
         lookup.forget(asked.key.digest, asked.declared)  # a newer generation counts from now on
         choice = lookup.find(asked.key, asked.declared, asked.configs)
         if choice is not None:
-            launched[asked.identity] = Launched(choice.config_digest, vars(choice))
+            launched[asked.identity] = Launched(choice.config_digest, choice)
         elif (decision := state.decision(capture=None)) is not None:
             of_reason = launched if decision.reason is Reason.CHOICE else fallbacks
             of_reason.setdefault(asked.identity, Launched(config_digest(decision.config)))
     return {**fallbacks, **launched}
 
 
-def _of_rank_0(
-    own: dict[str, Launched], group: Any, timeout_s: float | None
-) -> tuple[dict[str, Launched], int]:
+def _of_rank_0(own: dict[str, Launched], group: Any) -> tuple[dict[str, Launched], int]:
     """Return rank 0's configs, and the number of keys for which a rank launches another."""
     group_of = distributed()
     if group_of is None or group_of.get_rank(group) < 0:
         return own, 0
 
-    def exchange() -> tuple[dict[str, Launched], int]:
-        sent: list[dict[str, Any]] = [{key: (*launched,) for key, launched in own.items()}]
-        source = 0 if group is None else group_of.get_global_rank(group, 0)
-        group_of.broadcast_object_list(sent, src=source, group=group)
-        agreed = {key: Launched(*launched) for key, launched in sent[0].items()}
-        both = own.keys() & agreed.keys()
-        differing = [key for key in both if own[key].config != agreed[key].config]
-        of_ranks: list[list[str]] = [[]] * group_of.get_world_size(group)
-        group_of.all_gather_object(of_ranks, differing, group=group)
-        return agreed, len(set().union(*of_ranks))
-
-    return exchange() if timeout_s is None else _within(timeout_s, exchange)
-
-
-def _within(timeout_s: float, run: Callable[[], Result]) -> Result:
-    """Return the result of `run`, which a thread keeps running if it takes longer."""
-    result: Future[Result] = Future()
-    driver = triton_internals.active_driver()
-    device = driver and driver.get_current_device()
-
-    def work() -> None:
-        try:
-            if driver:  # a thread begins with the first device
-                driver.set_current_device(device)
-            result.set_result(run())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, name="safetune-sync", daemon=True).start()
-    try:
-        return result.result(timeout_s)
-    except FutureTimeoutError:
-        if result.done():  # the group has a timeout of its own
-            raise
-        raise SyncTimeout(
-            f"another rank did not call safetune.sync() within {timeout_s:g} s; this rank keeps "
-            "its configs"
-        ) from None
+    sent = [own]
+    source = 0 if group is None else group_of.get_global_rank(group, 0)
+    group_of.broadcast_object_list(sent, src=source, group=group)
+    agreed = sent[0]
+    both = own.keys() & agreed.keys()
+    differing = [key for key in both if own[key].config != agreed[key].config]
+    of_ranks: list[list[str]] = [[]] * group_of.get_world_size(group)
+    group_of.all_gather_object(of_ranks, differing, group=group)
+    return agreed, len(set().union(*of_ranks))
 
 
 def _store(settings: Settings, choices: Sequence[StoredChoice]) -> None:

@@ -26,7 +26,7 @@ from safetune.offline.warm import Described, as_device
 from safetune.settings import Settings
 from safetune.store.lookup import Lookup
 from safetune.store.records import KeyRecord, RecordedCall
-from safetune.tuning.neighbours import comparable, distance
+from safetune.tuning.search import comparable, distance
 
 
 class Found(str, Enum):

@@ -270,10 +270,8 @@ class LaunchBench:
         again separately, so that each is judged by its own behaviour.
         """
         found = {}
-        if not (self._fresh or self._queued):
-            self.wait()
-            with self.phases("finals"):
-                found = self._child.in_turn(budgets)
+        if not self._fresh:
+            found = self._asked("finals", lambda: self._child.in_turn(budgets))
         marked = {config: outcome.with_marks(self._marks) for config, outcome in found.items()}
         missing = {config: budgets[config] for config in budgets if config not in found}
         return marked | {c: self.measure(c, budget)[0] for c, budget in missing.items()}

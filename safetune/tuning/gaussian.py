@@ -47,8 +47,6 @@ _HALF, _FARTHEST = 1.0, 4.0
 class GaussianProcess:
     """Predicts the logarithm of each config's time, and proposes those that may be fastest."""
 
-    name = "gaussian_process"
-
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._of_configs: tuple[Any, Floats, dict[int, list[int]]] | None = None

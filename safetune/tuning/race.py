@@ -186,9 +186,7 @@ def _budget(screened: Timing, short: bool, way: str) -> Budget:
     return Budget(least=min(max(launches, least), most), time_ms=0.0)
 
 
-def _ratios(
-    rounds: Mapping[int, Sequence[Timing]],
-) -> tuple[int, dict[int, tuple[float, float]]]:
+def _ratios(rounds: Mapping[int, Sequence[Timing]]) -> tuple[int, dict[int, tuple[float, float]]]:
     """Return the leader, and the bounds of each other racer's time over the leader's, from their
     common rounds.
     """

@@ -52,11 +52,9 @@ class Limits:
 
     def of(self, verdict: Verdict) -> float | None:
         """Return the seconds that a config with this verdict exceeded; None for other verdicts."""
-        limits = {
-            Verdict.TIMEOUT: self.run_timeout_s,
-            Verdict.COMPILE_TIMEOUT: self.compile_timeout_s,
-        }
-        return limits.get(verdict)
+        if verdict is Verdict.TIMEOUT:
+            return self.run_timeout_s
+        return self.compile_timeout_s if verdict is Verdict.COMPILE_TIMEOUT else None
 
     def to_answer(self, outcomes: Iterable[Outcome]) -> float:
         """Return how long the next config may take to answer, after others; 0 to try no more.
@@ -90,11 +88,6 @@ class Grids:
     def unknown(cls, configs: int) -> Grids:
         """Return the grids of a call without arguments."""
         return cls(((),) * configs, {}, frozenset(), (None,) * configs, (None,) * configs)
-
-    @property
-    def launch_something(self) -> bool:
-        """Whether any config's grid has programs or is unknown."""
-        return not all(map(_is_empty, self.sizes))
 
 
 @dataclass(frozen=True)
@@ -174,7 +167,7 @@ class TuningRequest:
     @property
     def has_work(self) -> bool:
         """Whether a launch of the call does any work, so that it can be measured and checked."""
-        return self.call.may_touch_memory() and self.grids.launch_something
+        return self.call.may_touch_memory() and not all(map(_is_empty, self.grids.sizes))
 
 
 @dataclass(frozen=True)
@@ -293,18 +286,17 @@ def grids_of(call: Call, configs: Sequence[Config]) -> Grids:
     for index, config in enumerate(configs):
         grid: tuple[int, ...] = ()
         values.append(None)
-        what = "a heuristic cannot be computed"
         try:
             if wrong := _wrong(call, config):
                 failures[index] = _failed(f"the call {wrong}", "TypeError")
             else:
                 values[index] = _heuristics_of(call, config)
-                what = "the grid cannot be computed"
                 grid, seen = grid_of(call, config, values[index])
                 reads |= seen
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            failures[index] = _failed(f"{what}: {reason}", type(error).__name__)
+            kind = type(error).__name__
+            message = f"its grid or a heuristic cannot be computed: {kind}: {error}"
+            failures[index] = _failed(message, kind)
         sizes.append(grid)
     if not all(map(_is_empty, sizes)):
         for index, grid in enumerate(sizes):
@@ -355,13 +347,9 @@ def _failed(message: str, detail: str = "") -> Outcome:
     return Outcome(Verdict.LAUNCH_ERROR, detail=detail, message=message)
 
 
-#: The calls with which no config has worked in this process: the digests of their key and of them.
-_hopeless: set[tuple[str, str]] = set()
-
-
-def note_hopeless(request: TuningRequest) -> None:
-    """Note that no config works for a call: this process does not try them again."""
-    _hopeless.add((request.key.digest, request.scopes.call))
+#: The calls with which no config has worked in this process, which does not try them again: the
+#: digests of their key and of them.
+hopeless: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -460,7 +448,7 @@ class Plan:
         untried = self._untried(outcomes)
         if outcomes and not some_work and (not untried or untried <= request.grids.failures.keys()):
             latest = max(seen.created for seen in known.values())
-            if latest < self.since and (request.key.digest, request.scopes.call) not in _hopeless:
+            if latest < self.since and (request.key.digest, request.scopes.call) not in hopeless:
                 return self.took_down
         # Where one had the whole limit and none works, the others had less because of that one.
         enough = not some_work and any(

@@ -14,7 +14,6 @@ comes before the lock for compiling.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import threading
@@ -25,12 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetune import forks
-from safetune.errors import (
-    Busy,
-    StoreError,
-    StoreWarning,
-    from_signal_handler,
-)
+from safetune.errors import Busy, StoreError, StoreWarning
 from safetune.messages import logger, warn_once
 from safetune.outcome import Outcome
 from safetune.store.local import locks
@@ -53,14 +47,8 @@ _NODE_PAUSES_S = (0.1, 2.0)
 _MOST_FOR_TURN_S = 60.0
 
 
-class _OfThread(threading.local):
-    """The names that a thread tunes or has locked."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-_of_thread = _OfThread()
+#: The names that each thread tunes or has locked, with the thread's number.
+_held: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -136,13 +124,18 @@ def elect(request: TuningRequest, store: Store, budget: WaitBudget) -> Iterator[
     Without locks, every process may tune.
     """
     name = request.key.digest
-    if name in _of_thread.names:
+    if (threading.get_ident(), name) in _held:
         raise Busy("its own tuning launched it again with the same key")
     doing = f"tunes {request.key.kernel.name} for {request.key}"
     since = 0.0 if request.goes_on else time.time()
-    read = functools.partial(Plan.read, request, store, since)
-    with _locked(store, name, doing, budget, read) as found:
-        plan = found or read()  # the last owner may have chosen just before it let go
+
+    def chosen() -> Plan | None:
+        plan = Plan.read(request, store, since)
+        return None if plan.final is None else plan
+
+    with _locked(store, name, doing, budget, chosen) as found:
+        # The last owner may have chosen just before it let go.
+        plan = found or Plan.read(request, store, since)
         if plan.final is not None:
             yield Election(plan, choice=plan.final)
             return
@@ -210,28 +203,29 @@ def _locked(
     name: str,
     doing: str,
     budget: WaitBudget,
-    read: Callable[[], Plan | None] = lambda: None,
+    chosen: Callable[[], Plan | None] = lambda: None,
 ) -> Iterator[Plan | None]:
-    """Yield None with the name locked, or the plan once it has a final choice.
+    """Yield None with the name locked, or the plan that `chosen` returns.
 
     A tuning within one that has locked the name goes on.
 
     Args:
         doing: what a process does that has locked it.
+        chosen: returns the plan of a key once it has a final choice.
     """
-    if name in _of_thread.names:
+    mine = threading.get_ident(), name
+    if mine in _held:
         yield None
         return
     with contextlib.ExitStack() as held:
         plan, path = None, store.path
         if path is not None:  # other processes do not see a store in memory
             for _ in budget.tries(lambda: _holder(path, name, doing), *_PAUSES_S):
-                locked, plan = _try(path, name, read, held)
-                if locked or plan is not None:
+                if (plan := chosen()) is not None or _lock(path, name, held):
                     break
         if plan is None:
-            _of_thread.names.add(name)
-            held.callback(_of_thread.names.discard, name)
+            _held.add(mine)
+            held.callback(_held.discard, mine)
         yield plan
 
 
@@ -240,35 +234,20 @@ def _holder(path: Path, name: str, doing: str) -> str:
     return f"{f'process {pid}' if pid else 'another process'}, which {doing}"
 
 
-def _try(
-    path: Path,
-    name: str,
-    read: Callable[[], Plan | None],
-    held: contextlib.ExitStack,
-) -> tuple[bool, Plan | None]:
-    """Lock a name unless the plan has a final choice; return whether it is locked, or that plan.
-
-    Without locks it counts as locked.
-    """
+def _lock(path: Path, name: str, held: contextlib.ExitStack) -> bool:
+    """Lock a name; return whether it is locked. Without locks it counts as locked."""
     try:
-        plan = read()
-        if plan is not None and plan.final is not None:
-            return False, plan
         lock = locks.try_lock(path, name)
-        if lock is None:
-            return False, None
-        held.callback(lock.release)
-    except StoreError as error:
-        logger.info("%s; tuning without waiting for other processes", error)
     except OSError as error:
-        if from_signal_handler(error):
-            raise
         warn_once(
             f"cannot lock keys beside {path} ({error.strerror or error}); processes do not wait "
             "for one another, and each may tune the same key",
             StoreWarning,
         )
-    return True, None
+        return True
+    if lock is not None:
+        held.callback(lock.release)
+    return lock is not None
 
 
 def _elected(plan: Plan, shared: SharedLayer, budget: WaitBudget) -> Election:
@@ -301,4 +280,4 @@ def _start_heartbeat(lease: Lease, ended: threading.Event) -> None:
 
 
 # A forked child tunes nothing.
-forks.register("tuning", after_in_child=lambda: _of_thread.names.clear())
+forks.register("tuning", after_in_child=_held.clear)

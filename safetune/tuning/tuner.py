@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
 from triton.runtime.autotuner import Config
@@ -28,18 +28,10 @@ from safetune.settings import MeasurePolicy
 from safetune.store.local import in_flight
 from safetune.store.local.store import Store
 from safetune.store.records import ChoiceRecord, KeyRecord, TrialRecord
-from safetune.tuning import budget as budgets
-from safetune.tuning import race, requests, single_flight
+from safetune.tuning import race, requests, search, single_flight
 from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.judge import Judgement, Votes, judge
-from safetune.tuning.requests import (
-    Observer,
-    Phases,
-    Plan,
-    Progress,
-    TuningRequest,
-    TuningResult,
-)
+from safetune.tuning.requests import Observer, Phases, Plan, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
 
 #: By less than this a config is not said to be faster: first times vary.
@@ -57,9 +49,6 @@ _BUSY_SHARE = 1 / 3
 
 #: The mark of a choice that was raced once more, and again while other work was on the device.
 BUSY_AGAIN = f"{BUSY}, twice"
-
-#: The most configs that a mark names.
-_NAMED = 3
 
 #: Why a result cannot be compared to the bit.
 _UNKNOWN_BITS = "the kernel uses atomics, assembly or a clock, or its text could not be read"
@@ -230,6 +219,9 @@ class _Tuning:
         self.ended[config] = time.time()
         self.keep({config: outcome})
         self.announce(config, stage, outcome)
+        if stage == "final":
+            for twin in [each for each, same in self.same.items() if same == config]:
+                self.settle_as(twin, config, stage)
 
     def settle_as(self, config: int, same: int, stage: str = "screen") -> None:
         """Settle a config whose launch is that of another one, to the last bit."""
@@ -278,16 +270,8 @@ class _Tuning:
 
     def announce(self, config: int, stage: str, outcome: Outcome | None = None) -> None:
         """Report that a config is about to run or, with an outcome, how it ended."""
-        self.observe(
-            Progress(
-                kernel=self.request.key.kernel.name,
-                stage=stage,
-                config=self.request.configs[config],
-                outcome=outcome,
-                done=len(self.ended),
-                total=self.total,
-            )
-        )
+        kernel, chosen = self.request.key.kernel.name, self.request.configs[config]
+        self.observe(Progress(kernel, stage, chosen, outcome, len(self.ended), self.total))
 
     def result(self, choice: ChoiceRecord, best: int | None = None) -> TuningResult:
         """Return what the caller gets, where `best` was chosen here."""
@@ -360,13 +344,8 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
             device.enter_context(device_lock(call.index))
         with made or LaunchBench(tuning.request, phases) as bench:
             request, outcomes = tuning.request, tuning.outcomes
-            batches: Iterable[Sequence[int]] = _batches(tuning)
-            if request.budget is not None:
-                known = (request, request.budget, tuning.store, outcomes)
-                batches = budgets.batches(*known, tuning.notes, phases)
-            elif len(tuning.new) > budgets.MANY_CONFIGS:
-                budgets.name_budget(request.key.kernel.name, len(request.configs))
-            for configs in batches:
+            batches = _batches if request.budget is None else _proposed
+            for configs in batches(tuning):
                 _screen(tuning, bench, configs)
                 if not request.limits.to_answer(outcomes.values()):
                     _give_up(tuning)
@@ -399,6 +378,40 @@ def _batches(tuning: _Tuning) -> Iterator[Sequence[int]]:
         tuning.given_up.extend(slow)
     else:
         yield slow
+
+
+def _proposed(tuning: _Tuning) -> Iterator[Sequence[int]]:
+    """Yield the configs that a search proposes until the budget ends, and then until one works."""
+    request, outcomes, phases = tuning.request, tuning.outcomes, tuning.phases
+    budget = request.budget
+    assert budget is not None
+    start, before = time.perf_counter(), len(outcomes)
+    asked = set[int]()  # one that compiles for too long gets no outcome
+    if request.same_bits:  # the others are compared with the first one that works
+        for config in range(len(request.configs)):
+            if config not in outcomes:
+                yield [config]
+            if config in outcomes and outcomes[config].ok:
+                break
+    with phases("search"):
+        proposer = search.proposer_of(request, tuning.notes)
+        searching = search.Search(search.history_of(request, tuning.store), proposer)
+    while True:
+        known = {i: o.timing.median_ms if o.ok and o.timing else None for i, o in outcomes.items()}
+        times = known | dict.fromkeys(asked - known.keys())
+        elapsed_s = time.perf_counter() - start
+        remaining = budget.remaining(len(times), len(times) - before, elapsed_s)
+        works = any(time_ms is not None for time_ms in times.values())
+        if remaining < 1 and works:
+            return
+        with phases("search"):
+            batch = searching.ask(times, remaining if remaining > 0 else search.BATCH)
+        if not batch:
+            return
+        if budget.configs is None:  # the time is looked at after each batch
+            batch = batch[: search.BATCH]
+        asked.update(batch)
+        yield batch
 
 
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
@@ -575,14 +588,12 @@ def _race(tuning: _Tuning, bench: LaunchBench, budget: WaitBudget) -> None:
             is_alone = turn.enter_context(single_flight.racing(tuning.store, uuid, budget))
         was_busy = _final(tuning, bench, finalists)
     is_marked = was_busy or not is_alone
-    raced = {config: tuning.outcomes[config] for config in tuning.contenders}
     marked = {
         config: replace(outcome, marks=(*outcome.without(BUSY), *[BUSY] * is_marked))
-        for config, outcome in raced.items()
-        if outcome.ok and (BUSY in outcome.marks) != is_marked
+        for config in tuning.contenders
+        if (outcome := tuning.outcomes[config]).ok and (BUSY in outcome.marks) != is_marked
     }
-    if marked:
-        tuning.keep(marked)
+    tuning.keep(marked)
 
 
 def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> bool:
@@ -617,9 +628,6 @@ def _final(tuning: _Tuning, bench: LaunchBench, finalists: Sequence[int]) -> boo
         ended = {c: replace(outcomes[c], final=timing) for c, timing in finals.items()}
     for config, outcome in (ended | failed).items():
         tuning.settle(config, outcome, stage="final")
-    for config, same in tuning.same.items():
-        if same in ended | failed:
-            tuning.settle_as(config, same, stage="final")
     tuning.contenders.update(c for c in timings if tuning.same.get(c, c) in left)
     return sum(rounds) > _BUSY_SHARE * len(rounds)
 
@@ -662,9 +670,6 @@ def _repeat(tuning: _Tuning, bench: LaunchBench, config: int) -> None:
     )
     if not outcome.ok:
         tuning.settle(launched, outcome, stage="final")
-        for config, same in tuning.same.items():
-            if same == launched:
-                tuning.settle_as(config, same, stage="final")
 
 
 def _best(tuning: _Tuning) -> int:
@@ -673,7 +678,7 @@ def _best(tuning: _Tuning) -> int:
     if not timings:
         key, configs = tuning.request.key, tuning.request.configs
         outcomes = [(config_text(configs[i]), o) for i, o in sorted(tuning.outcomes.items())]
-        requests.note_hopeless(tuning.request)
+        requests.hopeless.add((key.digest, tuning.request.scopes.call))
         raise NoWorkingConfig(key.kernel.name, str(key), outcomes, measured=len(tuning.ended))
     raced = timings.keys() & tuning.contenders
     near = raced or {*tuning.finalists()[0]}
@@ -720,8 +725,6 @@ def _marks_of_choice(tuning: _Tuning, outcome: Outcome) -> tuple[str, ...]:
         marks.append(BUSY_AGAIN if before is not None and BUSY in before.marks else BUSY)
     tried, every = len(tuning.outcomes), len(tuning.digests)
     if tried < every:
-        slow = [config_text(tuning.request.configs[config]) for config in tuning.given_up[:_NAMED]]
-        more = ["..."] * (len(tuning.given_up) > _NAMED)
-        given_up = f"; given up while compiling: {'; '.join([*slow, *more])}" if slow else ""
+        given_up = f"; {count} given up while compiling" if (count := len(tuning.given_up)) else ""
         marks.append(Mark.SEARCHED.of(f"{tried} of {every} configs{given_up}"))
     return tuple(marks)

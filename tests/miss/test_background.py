@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import torch
 
 from safetune import sync
 from safetune.errors import TuningWarning
-from safetune.launch.key_state import Decision, Reason
 from safetune.miss import background, failures
 from safetune.outcome import Mark
 from safetune.settings import Settings
@@ -33,7 +31,7 @@ SOON_S = 60.0
 def _in_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing in the queue, which the tests of a process share."""
     for job in list(background._worker.jobs):
-        assert job.over.wait(SOON_S), job.request.key
+        assert job.over.wait(SOON_S), job.bench.request.key
     monkeypatch.setenv("SAFETUNE_MODE", "background")
 
 
@@ -288,21 +286,6 @@ def test_inputs_over_the_limit_are_left_to_offline_tuning(
     made.swaps.next()
 
 
-def test_a_fork_keeps_a_choice_that_came_before_the_tuning_ends(copies: Any, gate: Gate) -> None:
-    """By `sync`, say: the fork forgot it with the fallbacks of the other queued keys."""
-    made = copies(gate.hook(), None)
-    made(100)
-    made(101)
-    chosen, waiting = made.tuner.states
-    chosen.set_choice(made.tuner.configs[1])
-    pid = os.fork()
-    if pid == 0:
-        kept = chosen.decision() == Decision(made.tuner.configs[1], Reason.CHOICE)
-        os._exit(0 if kept and waiting.decision() is None else 1)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
-
-
 def test_when_every_config_fails_the_fallback_stays_and_one_warning_says_so(
     copies: Any, clock: Any
 ) -> None:
@@ -471,57 +454,6 @@ class TestTheEnd:
         parent.kill()
         assert processes.gone(*pids)
         assert records.labels() == {16: "not_judged"}
-
-    FORKS = """
-import warnings
-gate = rest[0]
-def wait(arguments):
-    if os.getpid() != caller and not os.path.exists(gate):
-        with open(fifo, "w") as file:
-            file.write("here\\n")
-        while not os.path.exists(gate):
-            pass
-torch.set_num_threads(1)
-kernel = tuner(None, wait, run_timeout_s=1000.0)
-run(kernel, 100)
-with open(rest[1]) as go:
-    go.read()
-warnings.filterwarnings("ignore", category=DeprecationWarning)  # of a fork beside a thread
-pid = os.fork()
-open(gate, "w").close()
-if pid == 0:
-    caller = os.getpid()
-    from safetune.launch.key_state import KeyStates
-    known = sum(state.hit is not None for state in kernel.states)
-    swapped = threading.Event()
-    class Swaps(KeyStates):
-        def publish(self, state):
-            super().publish(state)
-            if state.choice is not None:
-                swapped.set()
-    kernel.states = Swaps(kernel)
-    run(kernel, 100)
-    here = sum(state.hit is not None for state in kernel.states)
-    print(json.dumps([known, here, swapped.wait(60)]), flush=True)
-    sys.exit()
-_, status = os.waitpid(pid, 0)
-print(status)
-"""
-
-    def test_a_fork_tunes_what_waited(self, start: Any, fifo: Any, tmp_path: Path) -> None:  # noqa: F811
-        """What waits for the parent's thread is queued again in the fork, which has none."""
-        script, gate, go = tmp_path / "forks.py", tmp_path / "gate", tmp_path / "go"
-        script.write_text(PRELUDE + self.FORKS)
-        os.mkfifo(go)
-        parent = start(script, fifo.path, gate, go, env={"SAFETUNE_LOG": "quiet"})
-        assert fifo.line() == "here"
-        open(go, "w").close()
-        out, err = parent.communicate(timeout=SOON_S)
-        lines = out.splitlines()
-        assert err == ""
-        assert json.loads(lines[0]) == [0, 1, True]
-        assert lines[1] == "0"
-        assert parent.returncode == 0
 
 
 def test_the_trap_that_the_tests_wait_at_is_one(copies: Any, gate: Gate) -> None:

@@ -20,7 +20,7 @@ from safetune.miss.resolve import Miss
 from safetune.outcome import Outcome, Timing, Verdict
 from safetune.settings import Settings
 from safetune.store.lookup import open_lookup
-from safetune.tuning.neighbours import distance
+from safetune.tuning.search import distance
 from safetune.tuning.tuner import tune
 from tests.conftest import stop_servers
 
@@ -170,15 +170,15 @@ class TestTheRanking:
         ]
         related = keys.store.related(request.key.kernel.digest, request.key.device.digest)
         found = list(candidates.ranked(request, outcomes, related, **order))
-        reasons = {substitute.config.kwargs["BLOCK"]: substitute.reason for substitute in found}
+        reasons = {config.kwargs["BLOCK"]: reason for config, reason in found}
         assert len(reasons) == len(found), "a config comes once"
         return reasons
 
     def test_related_choices_come_before_measured_and_untried_configs(self, keys: Keys) -> None:
         assert list(self.ranked(keys, works=64).items()) == [
-            (32, "the choice of the nearest key, n=100, MODE=0 (float32)"),
+            (32, "the choice for n=100, MODE=0 (float32)"),
             (64, "the fastest config known to work"),
-            (16, "the first config"),
+            (16, "the first config not known to fail"),
         ]
 
     def test_after_a_rejection_measured_configs_come_first(self, keys: Keys) -> None:

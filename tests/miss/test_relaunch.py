@@ -165,20 +165,6 @@ def test_when_nothing_can_be_launched_the_last_error_comes_out(
     assert caught == []
 
 
-def test_an_error_of_the_grid_is_the_callers(tuned: Any, small: Device) -> None:
-    def refuse(meta: dict[str, Any]) -> tuple[int]:
-        return launched_by_the_grid()
-
-    def launched_by_the_grid() -> tuple[int]:
-        raise OutOfResources(1, 0, "the grid's own")
-
-    with pytest.raises(OutOfResources, match="the grid's own"):
-        tuned(grid=refuse)
-
-    assert small.attempts == {(0, 128): 1}
-    assert tuned() == 128
-
-
 def test_an_error_of_a_hook_is_the_callers(copies: Any, small: Device) -> None:
     def refuse(arguments: dict[str, Any]) -> None:
         if arguments["FLAG"]:

@@ -21,7 +21,6 @@ from safetune.outcome import Effects, Group, Mark, Outcome, OutputReport, Timing
 from safetune.store.local.store import Store
 from safetune.tuning import race
 from safetune.tuning.bench import Ready
-from safetune.tuning.budget import name_budget
 from safetune.tuning.requests import Phases, TuningRequest, TuningResult
 from safetune.tuning.tuner import tune
 
@@ -184,18 +183,3 @@ def test_where_all_that_a_final_leaves_fail_those_that_it_has_beaten_come_first(
     }
     assert stages == {0: None, 1: None, 2: "final", 3: "final", 4: "screen"}
     assert result.choice.kwargs["TAG"] == 2
-
-
-@pytest.mark.parametrize(("count", "lines"), [(200, 0), (201, 1)])
-def test_a_long_list_is_measured_whole_and_one_line_names_the_budget(
-    count: int, lines: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    name_budget.cache_clear()
-    for _ in range(2):
-        result, _ = tuned(count, Store.in_memory())
-        assert len(result.outcomes) == count
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == lines
-    for message in messages:
-        assert message.startswith("copy_kernel: all 201 configs are measured for each key; ")
-        assert "--budget 200" in message

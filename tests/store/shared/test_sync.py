@@ -78,17 +78,6 @@ def test_four_ranks_agree(ranks: list[dict[str, Any]]) -> None:
         assert at_last == ranks[0]["tuned"]
 
 
-def test_a_rank_that_does_not_come_ends_the_wait(children: Children, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("late_rank.py")
-    output = children.run(script, tmp_path, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    assert printed(output) == [
-        "timeout_s=0; it must be a number of seconds above 0",
-        "another rank did not call safetune.sync() within 0.5 s; this rank keeps its configs",
-        16,
-        16,
-    ]
-
-
 class TestSharedStore:
     """One process, without torch.distributed: another node is a writer of the directory."""
 
