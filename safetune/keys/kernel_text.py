@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from safetune.frozen import dataclass
@@ -68,22 +68,6 @@ def usage_in_body(kernel: Any) -> Usage:
     file = Path(file_of(function)).name
     offset = max(definition_line(jit) - 1, 0)
     return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
-
-
-def calls_followed(kernel: Any) -> Iterator[tuple[FunctionType, str, Any]]:
-    """Yield (caller, name, callee) for each callee whose reads of a parameter matter."""
-    pending, seen = [base_function(kernel)[0]], set[FunctionType]()
-    while pending:
-        jit = pending.pop()
-        if jit.fn in seen or not can_be_followed(jit):
-            continue
-        seen.add(jit.fn)
-        scope = Scope(jit.fn)
-        for name in {use.callee for use in _uses(jit) or () if use.callee}:
-            callee = scope.value_of(name)
-            if can_be_followed(callee):
-                yield jit.fn, name, callee
-                pending.append(callee)
 
 
 def can_be_followed(callee: Any) -> bool:
