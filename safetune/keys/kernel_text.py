@@ -112,7 +112,7 @@ def _reaches(use: Use, scope: Scope, lines_by_function: dict[Any, dict[str, int]
     if not use.callee:
         return True
     owner, callee = scope.value_of(use.callee.rpartition(".")[0]), scope.value_of(use.callee)
-    is_method = owner is not MISSING and not isinstance(owner, (type, ModuleType))
+    is_method = owner is not MISSING and not isinstance(owner, ModuleType)
     if is_method or not can_be_followed(callee):
         return True
     lines, code = _jit_lines(callee, lines_by_function), callee.fn.__code__

@@ -31,6 +31,9 @@ _one_at_a_time = forks.lock(threading.RLock)
 #: (read, argument, value): `read(argument)` was `value`.
 Fact = tuple[Callable[[Any], Any], Any, Any]
 
+#: Equal values of these are the same value, such as two equal lengths.
+_COMPARED = frozenset({int, bool, str, float})
+
 #: Attributes of a jit function, and of an interpreted one.
 _HOOKS = ("launch_metadata", "_repr", "kwargs")
 
@@ -122,10 +125,15 @@ class Basis:
 def hold(facts: tuple[Fact, ...]) -> bool:
     """Whether each read gives the value that it gave."""
     return all(
-        (found := read(argument)) is value
-        or (type(found) is type(value) is int and found == value)  # a length
+        (found := read(argument)) is value or _is_same(found, value)
         for read, argument, value in facts
     )
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    while type(found).__name__ == type(value).__name__ == "constexpr":
+        found, value = found.value, value.value
+    return type(found) is type(value) and type(value) in _COMPARED and bool(found == value)
 
 
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:

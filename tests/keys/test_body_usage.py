@@ -185,7 +185,7 @@ BODIES = [
     ("an unknown function", "unheard_of(x, P)", "P"),
     ("a function in a parameter", "x(P)", "P"),
     ("the parameter that is called", "R(x)", "R"),
-    ("through an attribute", "Holder.ignores(x, P)", ""),
+    ("an attribute of a class", "Holder.ignores(x, P)", "P"),
     ("a local of the callee's name", "ignores = x\n    ignores(x, P)", "P"),
     ("itself", "kernel(x, P, Q, R)", "PQR"),
     # what runs is not the text that Python shows
@@ -195,7 +195,7 @@ BODIES = [
     ("an object around a jit function", "operation_of_a_kernel(x, P)", "P"),
     ("a subclass of a jit function", "own_call(x, P)", "P"),
     ("a method, whose object comes first", "bound.first(P, x)", "P"),
-    ("a function of a class", "Bound.first(P, x, Q)", "Q"),
+    ("a function of a class", "Bound.first(P, x, Q)", "PQ"),
     ("a name that only a dict can take", "by_name_only(P, n=Q)", "Q"),
 ]
 
