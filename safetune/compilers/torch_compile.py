@@ -302,13 +302,10 @@ def mark_caches(number: str, facts: tuple[Fact, ...], index: int, chosen: int) -
     Inductor's own cache key contains the config. AOT autograd's key identifies a `triton_op`'s
     kernel by its source alone, so it would serve a stale entry after a changed choice.
     """
-    import torch.compiler
+    from torch.compiler import config
 
     tuner = _tuners[number]
     key = _request(tuner, facts, index).key.digest
-    config = getattr(torch.compiler, "config", None)
-    if config is None or not hasattr(config, "cache_key_tag"):
-        return
     _traced[key] = config_digest(tuner.configs[chosen])
     users, _, _ = config.cache_key_tag.partition("safetune:")
     config.cache_key_tag = f"{users}safetune:{encoding.digest(sorted(_traced.items()))}"

@@ -46,10 +46,9 @@ def usage_in_callbacks(
     post_hook: Any = None,
 ) -> Usage:
     """Return the arguments that the Python functions around the kernel read."""
-    jit, _ = base_function(kernel)
+    jit, function = base_function(kernel)
     prune = prune_configs_by or {}
     first: dict[str, Any] = {"position": 0}
-    specialisation = {"position": 0, "fields": ("constants", "signature")}
     hooks = {id(config.pre_hook): config.pre_hook for config in configs}
     callbacks: list[tuple[str, Any, dict[str, Any]]] = [
         ("early_config_prune", prune.get("early_config_prune"), {"position": 1, "by_name": True}),
@@ -58,7 +57,7 @@ def usage_in_callbacks(
         ("post_hook", post_hook, first),
         *(("a config's pre_hook", hook, first) for hook in hooks.values()),
         ("launch_metadata", option_of(jit, "launch_metadata"), {"position": 2}),
-        ("repr", option_of(jit, "repr"), specialisation),
+        ("repr", option_of(jit, "repr"), first),
     ]
     usage = Usage()
     if others := [type(layer).__name__ for layer in layers(kernel) if not is_own(layer)]:
@@ -66,7 +65,8 @@ def usage_in_callbacks(
     heuristics = heuristics_below(kernel)
     for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
         usage.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
-    usage.add(_usage_above(jit, below=len(heuristics)))
+    for heuristic in _heuristics_above(jit, below=len(heuristics)).values():
+        usage.add(_usage_of_heuristic(heuristic, function))
     for label, callback, arguments in callbacks:
         usage.add(usage_in_callback(label, callback, **arguments))
     return usage
@@ -78,14 +78,12 @@ def usage_in_callback(
     *,
     position: int | None = None,
     by_name: bool = False,
-    fields: tuple[str, ...] = (),
 ) -> Usage:
     """Return the names that a callable reads; none for None.
 
     Args:
         position: of the parameter that gets the arguments as a dict.
         by_name: whether the other parameters are kernel arguments too.
-        fields: the attributes that hold the dicts, if the parameter is not a dict itself.
     """
     if callback is None:
         return Usage()
@@ -98,21 +96,19 @@ def usage_in_callback(
     for node in nodes:
         skipped = bound
         if position is not None:
-            usage.add(_usage_of_argument(label, node, bound + position, fields))
+            usage.add(_usage_of_argument(label, node, bound + position))
             skipped += position + 1
         if by_name:
             usage.add(_usage_by_name(label, node, skipped))
     return usage
 
 
-def _usage_of_argument(
-    label: str, node: FunctionNode, index: int, fields: tuple[str, ...] = ()
-) -> Usage:
+def _usage_of_argument(label: str, node: FunctionNode, index: int) -> Usage:
     """Return the entries that a function reads of the dict that it gets at a position."""
     positional = [*node.args.posonlyargs, *node.args.args]
     if index >= len(positional):
         return Usage(everything=label.format(node.lineno))
-    return usage_of_dict(label, node, positional[index].arg, fields)
+    return usage_of_dict(label, node, positional[index].arg)
 
 
 def _usage_by_name(label: str, node: FunctionNode, skipped: int) -> Usage:
@@ -125,15 +121,14 @@ def _usage_by_name(label: str, node: FunctionNode, skipped: int) -> Usage:
     return found
 
 
-def usage_of_dict(label: str, node: FunctionNode, name: str, fields: tuple[str, ...] = ()) -> Usage:
+def usage_of_dict(label: str, node: FunctionNode, name: str) -> Usage:
     """Return the entries of a dict that a function reads; `label` has braces for the line."""
-    dicts = {f"{name}.{field}" for field in fields} or {name}
     parts = [part for statement in body_of(node) for part in walk(statement)]
     lines: dict[str, int] = {}
     followed: set[ast.AST] = set()
     for part in parts:
         entry, owner, reads = _entry(part)
-        if owner is None or dotted(owner) not in dicts:
+        if owner is None or dotted(owner) != name:
             continue
         followed.update(walk(owner))
         if reads:
@@ -173,34 +168,19 @@ def _entry(node: ast.AST) -> tuple[str, ast.expr | None, bool]:
 
 def set_above(kernel: Any) -> set[str]:
     """Return the parameters that heuristics above the tuner set, as far as their text shows."""
-    jit, function = base_function(kernel)
-    names: set[str] = set()
-    for value in _heuristics_above(jit, below=len(heuristics_below(kernel))):
-        if isinstance(value, ast.Dict):
-            names.update(str(key.value) for key in value.keys if isinstance(key, ast.Constant))
-        elif isinstance(known := Scope(function).value_of(dotted(value)), dict):
-            names.update(known)
-    return names
+    return {*_heuristics_above(base_function(kernel)[0], len(heuristics_below(kernel)))} - {""}
 
 
-def _usage_above(jit: Any, below: int) -> Usage:
-    """Return the names that the heuristics above the tuner read."""
-    found = Usage()
-    for value in _heuristics_above(jit, below):
-        for function in value.values if isinstance(value, ast.Dict) else [value]:
-            found.add(_usage_in_written("a heuristic", function, jit.fn))
-    return found
-
-
-def _heuristics_above(jit: Any, below: int) -> list[ast.expr]:
-    """Return the arguments of each `@triton.heuristics` on a kernel, except for the last `below`.
+def _heuristics_above(jit: Any, below: int) -> dict[str, Any]:
+    """Return the heuristics of each `@triton.heuristics` on a kernel, except for the last `below`,
+    by the name that each sets: functions, or their text. What cannot be followed is under "".
 
     Heuristics above the tuner do not exist yet when the tuner is made; only their text does.
     """
     lines, first = source_lines(jit)
     text = "".join(lines[: definition_line(jit) - first])
     if text.count("heuristics") <= below:
-        return []
+        return {}
     tree = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
     decorators = [
         decorator
@@ -208,22 +188,29 @@ def _heuristics_above(jit: Any, below: int) -> list[ast.expr]:
         for decorator in getattr(node, "decorator_list", [])
         if isinstance(decorator, ast.Call) and last_name(decorator.func) == "heuristics"
     ]
-    above = decorators[: len(decorators) - below]
-    return [value for decorator in above for value in arguments_of(decorator)]
-
-
-def _usage_in_written(label: str, value: ast.expr, function: FunctionType) -> Usage:
-    """Return the names read by a function, or a dict of functions, in a decorator's text."""
-    location = f"{Path(file_of(function)).name}:{{}}"
-    if isinstance(value, ast.Lambda):
-        return _usage_of_argument(f"{label} ({location})", value, 0)
-    known = Scope(function).value_of(dotted(value))
-    if known is MISSING:
-        return Usage(everything=f"{label} ({location.format(value.lineno)})")
-    found = Usage()
-    for callback in known.values() if isinstance(known, dict) else [known]:
-        found.add(usage_in_callback(label, callback, position=0))
+    found: dict[str, Any] = {}
+    for decorator in decorators[: len(decorators) - below]:
+        for value in arguments_of(decorator):
+            if isinstance(value, ast.Dict):
+                names = [str(getattr(key, "value", "")) for key in value.keys]
+                found.update(zip(names, value.values, strict=True))
+            else:
+                known = Scope(jit.fn).value_of(dotted(value))
+                found.update(known if isinstance(known, dict) else {"": value})
     return found
+
+
+def _usage_of_heuristic(value: Any, function: FunctionType) -> Usage:
+    """Return the names that a heuristic above the tuner reads: a function, or its text."""
+    label = f"a heuristic ({Path(file_of(function)).name}:{{}})"
+    if isinstance(value, ast.Lambda):
+        return _usage_of_argument(label, value, 0)
+    if isinstance(value, ast.expr):
+        known = Scope(function).value_of(dotted(value))
+        if known is MISSING:
+            return Usage(everything=label.format(value.lineno))
+        value = known
+    return usage_in_callback("a heuristic", value, position=0)
 
 
 def _python_function(callback: Any) -> tuple[FunctionType | None, int]:

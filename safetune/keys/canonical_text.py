@@ -1,7 +1,7 @@
 """The text of a function without comments, blank lines, docstrings and spacing.
 
 This file needs only Python's tokenizer, so it also runs alone. Different versions tokenize
-f-strings and some names differently; the resulting text is the same. It is valid Python: one
+f-strings differently; the resulting text is the same. It is valid Python: one
 logical line per line, tokens separated by a space, one space of indentation per level. Texts with
 different tokens stay different.
 """
@@ -23,8 +23,6 @@ _ENDS = {getattr(tokenize, f"{kind}STRING_END", -1) for kind in "FT"}
 #: What stands before the quotes of a string that may be a docstring.
 _PLAIN_STRINGS = ("", "r", "u")
 
-_OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
-
 
 def canonical(text: str) -> str:
     """Return the canonical text of a `def` or a lambda.
@@ -38,56 +36,24 @@ def canonical(text: str) -> str:
     if text.startswith("lambda"):  # its lines may end anywhere
         words = [word for kind, word in _tokens(f"({text})") if kind != tokenize.NEWLINE]
         return " ".join(words[1:-1])
-    lines = _Lines()
+    lines: list[str] = []
+    line: list[tuple[int, str]] = []
+    depth, begins_body = 0, False
     for kind, word in _tokens(text):
-        lines.add(kind, word)
-    return "\n".join(lines.finished)
-
-
-class _Lines:
-    """Puts tokens together to logical lines, and leaves docstrings out."""
-
-    def __init__(self) -> None:
-        self.finished: list[str] = []
-        self._line: list[str] = []  # its statements that have ended
-        self._statement: list[tuple[int, str]] = []
-        self._depth = self._brackets = 0
-        self._is_header = False  # of a function or class
-        self._begins_body = False
-
-    def add(self, kind: int, word: str) -> None:
-        """Take the next token."""
         if kind == tokenize.INDENT:
-            self._depth += 1
+            depth += 1
         elif kind == tokenize.DEDENT:
-            self._depth -= 1
-        elif kind == tokenize.NEWLINE:
-            self._end_statement("")
-            if self._line:
-                self.finished.append(" " * self._depth + " ".join(self._line))
-            self._line, self._is_header = [], False
-        elif word == ";" and not self._brackets:
-            self._end_statement(word)
+            depth -= 1
+        elif kind != tokenize.NEWLINE:
+            line.append((kind, word))
         else:
-            self._add_word(kind, word)
-
-    def _add_word(self, kind: int, word: str) -> None:
-        if word in ("def", "class") and not self._line:
-            self._is_header |= all(before == "async" for _, before in self._statement)
-        self._statement.append((kind, word))
-        if kind == tokenize.OP:
-            self._brackets += (word in _OPENING) - (word in _CLOSING)
-            if word == ":" and self._is_header and not self._brackets:
-                self._end_statement("")
-                self._is_header, self._begins_body = False, True
-
-    def _end_statement(self, end: str) -> None:
-        if not self._statement:
-            return
-        if not (self._begins_body and all(map(_is_plain_string, self._statement))):
-            self._line += [word for _, word in self._statement]
-            self._line += [end] if end else []
-        self._statement, self._begins_body = [], False
+            words = [word for _, word in line]
+            if not (begins_body and all(map(_is_plain_string, line))):
+                lines.append(" " * depth + " ".join(words))
+            is_definition = words[0] in ("def", "class") or words[:2] == ["async", "def"]
+            begins_body = is_definition and words[-1] == ":"
+            line = []
+    return "\n".join(lines)
 
 
 def _is_plain_string(token: tuple[int, str]) -> bool:
@@ -99,20 +65,11 @@ def _is_plain_string(token: tuple[int, str]) -> bool:
 def _tokens(text: str) -> Iterator[tuple[int, str]]:
     """Yield the kind and the text of each token, a formatted string as one of them."""
     lines = text.split("\n")
-    name, end, nested, start = "", (0, 0), 0, (0, 0)
+    nested, start = 0, (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         kind, word = token.type, token.string
         if kind == tokenize.ERRORTOKEN and word.isspace():  # before a letter that it does not know
             continue
-        if kind in (tokenize.NAME, tokenize.ERRORTOKEN) and not nested:
-            if name and token.start != end:
-                yield tokenize.NAME, name
-                name = ""
-            name, end = name + word, token.end  # to Python 3.11, some letters are an ERRORTOKEN
-            continue
-        if name:
-            yield tokenize.NAME, name
-            name = ""
         if kind in _STARTS:
             start, nested = start if nested else token.start, nested + 1
         elif kind in _ENDS:

@@ -29,7 +29,7 @@ import sys
 import typing
 import uuid
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -202,8 +202,6 @@ class _ByObject:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Callable[[], Any], Any]] = {}
-        #: Those that cannot be referred to weakly; only the last ones are kept.
-        self._kept: OrderedDict[int, Any] = OrderedDict()
 
     def get(self, owner: Any) -> Any:
         """Return what was put for an object; None if nothing was."""
@@ -215,11 +213,8 @@ class _ByObject:
         reference: Callable[[], Any]
         try:
             reference = weakref.ref(owner, functools.partial(self._forget, id(owner)))
-        except TypeError:
-            self._kept[id(owner)] = owner
-            reference = functools.partial(self._kept.get, id(owner))
-            if len(self._kept) > _MOST_KEPT:
-                self._known.pop(self._kept.popitem(last=False)[0], None)
+        except TypeError:  # it cannot be referred to weakly, and is kept
+            reference = functools.partial(_same, owner)
         self._known[id(owner)] = reference, found
 
     def _forget(self, number: int, reference: Any) -> None:
@@ -227,7 +222,9 @@ class _ByObject:
             del self._known[number]
 
 
-_MOST_KEPT = 256
+def _same(value: Any) -> Any:
+    return value
+
 
 #: What was found out of an object at its first use, by `of_call`.
 _first_uses = {True: _ByObject(), False: _ByObject()}
@@ -290,7 +287,7 @@ class Graph:
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # an id is only unique while its object lives
         self._pending: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._around: list[int] = []  # the containers that a value is in
+        self._depth = 0  # of the containers that a value is in
         self._values = 0
 
     @property
@@ -330,7 +327,8 @@ class Graph:
             # A kernel that takes Triton's may not take torch's; of an argument they say the same.
             is_tritons = self._of_call or owner == "triton"
             return {"dtype": name} if is_tritons else {"dtype": name, "of": owner}
-        if kind in _NESTED or (isinstance(value, tuple) and _is_plain_tuple(kind)):
+        is_foreign_tuple = isinstance(value, tuple) and is_foreign_class(kind)  # such as torch.Size
+        if kind in _NESTED or (is_foreign_tuple and not hasattr(kind, "_fields")):
             return self._nested(value)
         if isinstance(value, ModuleType):
             whole = is_foreign(value)
@@ -362,16 +360,14 @@ class Graph:
         return {"object": type(value).__name__}
 
     def _nested(self, value: Any) -> Any:
-        if id(value) in self._around:
-            return {"cycle": len(self._around) - self._around.index(id(value))}
-        if len(self._around) == _DEEPEST:
+        if self._depth == _DEEPEST:  # one may be in itself
             self._values = MOST_VALUES + 1
             return {"cut": type(value).__name__}
-        self._around.append(id(value))
+        self._depth += 1
         try:
             return self._contents(value)
         finally:
-            self._around.pop()
+            self._depth -= 1
 
     def _contents(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -384,7 +380,7 @@ class Graph:
     def _apart(self, value: Any) -> Any:
         """Describe a value without numbers, which depend on the values met before."""
         graph = Graph(whole=self._whole, of_call=self._of_call)
-        graph._around, graph._values = [*self._around], self._values
+        graph._depth, graph._values = self._depth, self._values
         data = graph.described(value)
         self._values = graph._values
         self.nameless += graph.nameless
@@ -562,7 +558,8 @@ class Graph:
             references = {n: scope.lookup(n) for n in (*code.co_names, *code.co_freevars)}
         else:
             text = facts.text
-            references = {name: _resolve(name, scope) for name in facts.names}
+            # Not into the toolchain: `tl.load` is another object in the interpreter.
+            references = {name: scope.value_of(name, into_foreign=False) for name in facts.names}
         references["__wrapped__"] = getattr(function, "__wrapped__", MISSING)
         held = {*code.co_freevars}
         return {
@@ -593,11 +590,6 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 _NESTED = frozenset({tuple, list, dict, set, frozenset})
-
-
-def _is_plain_tuple(kind: type) -> bool:
-    """Whether a class of tuples is one of the toolchain that says no more, such as torch.Size."""
-    return is_foreign_class(kind) and not hasattr(kind, "_fields")
 
 
 def _code_options(jit: Any, function: FunctionType) -> dict[str, Any]:
@@ -687,20 +679,6 @@ def _is_written(member: Any) -> bool:
     return bool(nodes_of(member))
 
 
-def _resolve(name: str, scope: Scope) -> Any:
-    """Return the value of a dotted name; for one of the toolchain, the module that it begins with.
-
-    `tl.load` is another object in the interpreter, and the text has its name.
-    """
-    first, *attributes = name.split(".")
-    value = scope.lookup(first)
-    for attribute in attributes:
-        if value is MISSING or (isinstance(value, ModuleType) and is_foreign(value)):
-            return value
-        value = getattr(value, attribute, MISSING)
-    return value
-
-
 def base_function(kernel: Any) -> tuple[Any, FunctionType]:
     """Return the innermost jit object of `kernel` and its Python function, or raise."""
     inner = kernel
@@ -757,31 +735,6 @@ def kernel_identity(kernel: Any, around: Sequence[Any] = ()) -> KernelIdentity:
 
     `around` has the hooks and settings around each launch, None for a missing hook.
     """
-    jit, function = base_function(kernel)
-    graph, everything = _whole(kernel, around)
-    if graph.is_cut:
-        warn(
-            f"{function.__name__} and its hooks refer to more than {MOST_VALUES:,} values; the "
-            "rest is ignored, so changing it won't trigger re-tuning. Make the hook or heuristic "
-            "refer to less data",
-            SettingWarning,
-        )
-    return KernelIdentity(
-        name=function.__name__,
-        digest=encoding.digest(everything),
-        source=source_of(jit) or "",
-        file=file_of(function),
-        line=definition_line(jit),
-    )
-
-
-def whole_digest(kernel: Any, around: Sequence[Any]) -> str | None:
-    """Return the digest of a kernel and `around`; None if there are too many values to include."""
-    graph, everything = _whole(kernel, around)
-    return None if graph.is_cut else encoding.digest(everything)
-
-
-def _whole(kernel: Any, around: Sequence[Any]) -> tuple[Graph, list[Any]]:
     from triton.runtime.autotuner import Autotuner  # `install` comes before the import of Triton
 
     jit, function = base_function(kernel)
@@ -797,4 +750,19 @@ def _whole(kernel: Any, around: Sequence[Any]) -> tuple[Graph, list[Any]]:
     heuristics = [[[n, graph.describe(f)] for n, f in d.items()] for d in heuristics_below(kernel)]
     surroundings = [[graph.describe(item) for item in around]] if any(around) else []
     graph.finish()
-    return graph, [function.__name__, root, heuristics, others, *surroundings, graph.parts]
+    if graph.is_cut:
+        warn(
+            f"{function.__name__} and its hooks refer to more than {MOST_VALUES:,} values; the "
+            "rest is ignored, so changing it won't trigger re-tuning. Make the hook or heuristic "
+            "refer to less data",
+            SettingWarning,
+        )
+    return KernelIdentity(
+        name=function.__name__,
+        digest=encoding.digest(
+            [function.__name__, root, heuristics, others, *surroundings, graph.parts]
+        ),
+        source=source_of(jit) or "",
+        file=file_of(function),
+        line=definition_line(jit),
+    )

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from safetune.frozen import dataclass
@@ -70,22 +70,6 @@ def usage_in_body(kernel: Any) -> Usage:
     return Usage({name: f"the body ({file}:{line + offset})" for name, line in lines.items()})
 
 
-def calls_followed(kernel: Any) -> Iterator[tuple[FunctionType, str, Any]]:
-    """Yield (caller, name, callee) for each callee whose reads of a parameter matter."""
-    pending, seen = [base_function(kernel)[0]], set[FunctionType]()
-    while pending:
-        jit = pending.pop()
-        if jit.fn in seen or not can_be_followed(jit):
-            continue
-        seen.add(jit.fn)
-        scope = Scope(jit.fn)
-        for name in {use.callee for use in _uses(jit) or () if use.callee}:
-            callee = scope.value_of(name)
-            if can_be_followed(callee):
-                yield jit.fn, name, callee
-                pending.append(callee)
-
-
 def can_be_followed(callee: Any) -> bool:
     """Whether a callee runs its text as written, so that the text shows its reads."""
     return (
@@ -128,7 +112,7 @@ def _reaches(use: Use, scope: Scope, lines_by_function: dict[Any, dict[str, int]
     if not use.callee:
         return True
     owner, callee = scope.value_of(use.callee.rpartition(".")[0]), scope.value_of(use.callee)
-    is_method = owner is not MISSING and not isinstance(owner, (type, ModuleType))
+    is_method = owner is not MISSING and not isinstance(owner, ModuleType)
     if is_method or not can_be_followed(callee):
         return True
     lines, code = _jit_lines(callee, lines_by_function), callee.fn.__code__

@@ -10,24 +10,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from safetune import forks
 from safetune.both import backend
 from safetune.frozen import dataclass
-from safetune.keys.identity import (
-    base_function,
-    inner_heuristics,
-    is_own,
-    layers,
-    option_of,
-    whole_digest,
-)
+from safetune.keys.identity import base_function, inner_heuristics
 from safetune.keys.kernel_text import Usage, usage_in_body
-from safetune.keys.source_text import definition_line, file_of, source_lines
-from safetune.keys.text_facts import noted, package_state
+from safetune.keys.source_text import definition_line, file_of
 from safetune.keys.written_key import WrittenKey
 from safetune.settings import PhantomPolicy
 from safetune.triton_internals import COMPILE_OPTIONS, CONFIG_OPTIONS
@@ -115,28 +106,14 @@ def classes_of(
 ) -> KeyReport:
     """Return the class of each name in a checked key, without warnings.
 
-    `callbacks` are `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`. If the
-    body does not read all names, a note of an earlier process may have their classes.
+    `callbacks` are `prune_configs_by`, `pre_hook` and `post_hook`, as in `triton.autotune`.
     """
-    facts = KernelFacts(kernel, configs, callbacks)
-    if facts.body_reads_all(key.names):
-        return report_of(facts, key, policy)
-
-    def search() -> KeyReport:
-        with backend.no_collection():
-            return report_of(facts, key, policy)
-
-    if (evidence := facts.evidence()) is None:
-        return search()
-    written = [key.names, key.keep, key.kept, [*key.buckets], policy.value]
-    found = noted("key", [evidence, written], lambda: asdict(search()))
-    names = [NameReport(**{**each, "kind": NameKind(each["kind"])}) for each in found["names"]]
-    lists = {name: tuple(found[name]) for name in ("missing", "unread", "pinned")}
-    return KeyReport(**{**found, **lists, "names": tuple(names)})
+    with backend.no_collection():
+        return report_of(KernelFacts(kernel, configs, callbacks), key, policy)
 
 
 def report_of(facts: KernelFacts, key: WrittenKey, policy: PhantomPolicy) -> KeyReport:
-    """Return the class of each name in a key, without leaving a note for later processes."""
+    """Return the class of each name in a key, from what is known of its kernel."""
     reports = facts.classify(key.names, [*key.keep, *key.kept], policy)
     reports = [_by_bucket(each) if each.name in key.buckets else each for each in reports]
     phantom = [report.name for report in reports if report.kind is NameKind.PHANTOM]
@@ -179,29 +156,6 @@ class KernelFacts:
         self._set_below = set(inner_heuristics(kernel)).union(*in_configs)
         self._body = usage_in_body(kernel)
         self._configs, self._callbacks = configs, callbacks
-
-    def body_reads_all(self, names: Sequence[str]) -> bool:
-        """Whether the body reads all names, and so decides all classes alone."""
-        known = all(name in self.parameters for name in names)
-        return known and all(map(self._body.reader_of, names))
-
-    def evidence(self) -> Any:
-        """Return everything that the classes depend on, as plain data; None if that is
-        uncertain.
-        """
-        jit, function = base_function(self.kernel)
-        files = package_state(file_of(function))
-        prune = self._callbacks.get("prune_configs_by") or {}
-        hooks = [prune.get("early_config_prune"), prune.get("perf_model")]
-        hooks += [self._callbacks.get("pre_hook"), self._callbacks.get("post_hook")]
-        hooks += [option_of(jit, name) for name in ("launch_metadata", "repr")]
-        hooks += [config.pre_hook for config in self._configs]
-        digest = whole_digest(self.kernel, hooks)
-        if files is None or digest is None or not all(map(is_own, layers(self.kernel))):
-            return None
-        annotations = [[name, str(each.annotation)] for name, each in self.parameters.items()]
-        text = source_lines(jit)[0]  # with the decorators above
-        return [digest, files, self.file, self.line, annotations, sorted(self._set_below), text]
 
     @forks.cached_property
     def _set(self) -> set[str]:
@@ -268,8 +222,9 @@ class KernelFacts:
 
         arguments = LaunchArguments(self.launches, list(self.parameters))
         missing = self.missing(names)
-        read = [name for name in self._unset(names) if self.reader_of(name)]
-        others = [*missing, *(name for name in read if name not in missing)]
+        known = self._set.union(names, missing)
+        read = [name for name in self.parameters if name not in known and self.reader_of(name)]
+        others = [*missing, *read]
         stand_ins = {name: arguments.made_of(name, others) for name in unread}
         given = [name for name in names if stand_ins.get(name, "read")]
         for name in unread:
@@ -305,11 +260,6 @@ class KernelFacts:
         from safetune.keys.kernel_text import multiplies_matrices
 
         return multiplies_matrices(self.kernel)
-
-    def _unset(self, names: Sequence[str]) -> list[str]:
-        """Return the parameters that neither key nor config nor heuristic sets."""
-        accounted = self._set.union(names)
-        return [name for name in self.parameters if name not in accounted]
 
     def missing(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the constexprs that the body reads but neither key nor config sets."""

@@ -1,7 +1,8 @@
 """The launches of a kernel in the text of its package, on disk.
 
-The search covers the kernel's own module and the modules of its package that import it. Launches
-elsewhere are unknown. Loaded modules are not used, so every process finds the same launches.
+The search covers the kernel's own module and the modules of its package that import it under its
+name. Launches elsewhere are unknown. Loaded modules are not used, so every process finds the same
+launches.
 """
 
 from __future__ import annotations
@@ -31,19 +32,12 @@ from safetune.keys.source_text import (
     last_name,
     package_of,
     parse,
-    tree_of,
     walk,
 )
 
 #: The functions around an expression and the module, innermost first.
 Scopes: TypeAlias = "tuple[ast.AST, ...]"
 
-#: A module of a package, from the package's own name on.
-Module = tuple[str, ...]
-
-#: For a module: (the file that imports from it, the name there, the name in the file). An empty
-#: name stands for the module itself.
-Imports = dict[Module, list[tuple[Path, str, str]]]
 
 #: An import statement. No whole file is parsed for it: a package may have thousands.
 _IMPORT = re.compile(
@@ -81,11 +75,12 @@ class Launch:
 
 def launches_of(kernel: Any) -> list[Launch]:
     """Return the launches of a kernel, starting with its own module's."""
+    name = base_function(kernel)[1].__name__
     return [
-        replace(launch, file=Path(file).name)
-        for file, text, names in _texts(kernel)
+        replace(launch, file=file.name)
+        for file, text in _texts(kernel)
         for launch in _launches(text)
-        if _is_one_of(launch.target, _aliases(text, names))
+        if _is_one_of(launch.target, _aliases(text, name))
     ]
 
 
@@ -95,27 +90,27 @@ def may_be_launched_unseen(kernel: Any) -> bool:
     True if a function takes or returns it, or if two functions have the kernel's name.
     """
     name = base_function(kernel)[1].__name__
-    for number, (_, text, names) in enumerate(_texts(kernel)):
-        if number == 0 and len(re.findall(rf"\bdef {name}\b", text)) > 1:
-            return True
-        if _is_mentioned(text, names) and _is_handed_on(text, _aliases(text, names)):
-            return True
-    return False
+    return any(
+        len(re.findall(rf"\bdef {name}\b", text)) > 1 or _is_handed_on(text, _aliases(text, name))
+        for _, text in _texts(kernel)
+    )
 
 
-def _texts(kernel: Any) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Yield (file, text, names of the kernel) of the modules that may launch a kernel."""
+def _texts(kernel: Any) -> Iterator[tuple[Path, str]]:
+    """Yield (file, text) of the modules that may launch a kernel."""
     _, function = base_function(kernel)
-    file, name = file_of(function), function.__name__
-    yield file, file_text(function), frozenset([name])
-    for path, names in importers(file, name).items():
-        yield str(path), path.read_text(encoding="utf-8", errors="replace"), frozenset(names)
+    name = function.__name__
+    yield Path(file_of(function)), file_text(function)
+    for path in importers(file_of(function), name):
+        text = _text_of(path)
+        if name in text and f"def {name}(" not in text:  # or it launches its own
+            yield path, text
 
 
-def _is_mentioned(text: str, names: Collection[str]) -> bool:
-    """Whether a text does more with a kernel than to define it and to launch it by its name."""
-    # The name comes first: the text is searched for it.
-    return any(re.search(rf"{n}(?<!\w{n})(?<!def {n})\b(?!\s*\[)", text) for n in names)
+def _text_of(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _is_handed_on(text: str, names: Collection[str]) -> bool:
@@ -199,11 +194,9 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
 
 
 @functools.lru_cache(KEPT_TREES)
-def _aliases(text: str, imported: frozenset[str]) -> set[str]:
-    """Return a kernel's names and those that the module assigns it to, decorated or not."""
-    names = set(imported)
-    if not _is_mentioned(text, names):
-        return names
+def _aliases(text: str, name: str) -> set[str]:
+    """Return a kernel's name and those that a module gives it, decorated or not."""
+    names = {name}
     for _ in range(3):
         for value, targets in _names_assigned(text):
             if _is_one_of(value, names):
@@ -213,7 +206,7 @@ def _aliases(text: str, imported: frozenset[str]) -> set[str]:
 
 @functools.lru_cache(KEPT_TREES)
 def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
-    """Return the values that a module assigns to names, except for results of a launch."""
+    """Return the values that a module gives names to, except for results of a launch."""
     assignments = []
     for node in walk_hosts(parse(text)):
         match node:
@@ -223,6 +216,8 @@ def _names_assigned(text: str) -> list[tuple[ast.expr, list[str]]]:
                 targets = [target]
             case ast.NamedExpr(target=target, value=value):
                 targets = [target]
+            case ast.alias(name=name, asname=str(other)):
+                value, targets = ast.Name(name), [ast.Name(other)]
             case _:
                 continue
         if not any(map(_is_launch, walk(value))):
@@ -249,74 +244,25 @@ def _target_names(target: ast.AST) -> Iterator[str]:
                 yield from _target_names(item)
 
 
-def importers(file: str, function: str) -> dict[Path, set[str]]:
-    """Return the other files in a file's package that import a function of it, with its names
-    there.
-    """
+def importers(file: str, name: str) -> list[Path]:
+    """Return the other files in a file's package that import a function of it, or the module."""
     path = Path(os.path.abspath(file))
     package = package_of(path.parent)
     if package is None:
-        return {}
-    imports = _imports(package)
-    names_by_file, pending = {path: {function}}, [path]
-    while pending:
-        exporter = pending.pop()
-        exported = names_by_file[exporter]
-        for importer, name, alias in imports.get(_module(exporter, package), ()):
-            names = {alias} if name in exported else exported if name in ("", "*") else set()
-            if not names <= names_by_file.setdefault(importer, set()):
-                names_by_file[importer] = names_by_file[importer] | names
-                pending.append(importer)
-    return {
-        importer: names for importer, names in names_by_file.items() if names and importer != path
-    }
+        return []
+    module = path.parent.name if path.stem == "__init__" else path.stem
+    files = _files_by_import(package)
+    found = dict.fromkeys([*files.get(name, ()), *files.get(module, ())])
+    return [other for other in found if other != path]
 
 
 @functools.lru_cache(maxsize=8)
-def _imports(package: Path) -> Imports:
-    """Return the imports between the files of a package."""
-    imports: Imports = defaultdict(list)
+def _files_by_import(package: Path) -> dict[str, list[Path]]:
+    """Return the files of a package by each word of their imports from it."""
+    files: dict[str, list[Path]] = defaultdict(list)
     for file in files_in(package):
-        for module, imported, alias in _imported(file, package):
-            imports[module].append((file, imported, alias))
-            submodule = (*module, imported)
-            if imported:
-                imports[submodule].append((file, "", alias))
-    return dict(imports)
-
-
-def _imported(file: Path, package: Path) -> Iterator[tuple[Module, str, str]]:
-    """Yield (module, name, name in the file) for a file's imports from its own package."""
-    own = _module(file, package)
-    around = own if file.name == "__init__.py" else own[:-1]
-    for node in _import_statements(file, package.name):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if module := _absolute(alias.name, package):
-                    yield module, "", alias.asname or alias.name
-        elif isinstance(node, ast.ImportFrom):
-            outer = around[: len(around) - node.level + 1]
-            inner = filter(None, (node.module or "").split("."))
-            module = (*outer, *inner) if node.level else _absolute(node.module or "", package)
-            for alias in node.names if module else ():
-                yield module, alias.name, alias.asname or alias.name
-
-
-def _import_statements(file: Path, package: str) -> Iterator[ast.stmt]:
-    """Yield the statements that may import from a package; text that looks like one is left out."""
-    with contextlib.suppress(OSError):
-        for match in _IMPORT.finditer(file.read_text(encoding="utf-8", errors="replace")):
-            if package in match[1] or " ." in match[1]:
-                with contextlib.suppress(SyntaxError, ValueError):
-                    yield from tree_of(match[1]).body
-
-
-def _absolute(name: str, package: Path) -> Module:
-    """Return a module of the package by its full name; empty for one of another package."""
-    parts = name.split(".")
-    return tuple(parts[parts.index(package.name) :]) if package.name in parts else ()
-
-
-def _module(file: Path, package: Path) -> Module:
-    parts = file.relative_to(package.parent).with_suffix("").parts
-    return parts[:-1] if parts[-1] == "__init__" else parts
+        imports = [match[1] for match in _IMPORT.finditer(_text_of(file))]
+        own = [text for text in imports if package.name in text or " ." in text]
+        for word in dict.fromkeys(re.findall(r"\w+", " ".join(own))):
+            files[word].append(file)
+    return dict(files)

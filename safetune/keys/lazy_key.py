@@ -17,7 +17,6 @@ from safetune import forks
 from safetune.errors import PhantomKey
 from safetune.frozen import dataclass
 from safetune.keys.identity import base_function, is_layer, is_own, layers
-from safetune.keys.kernel_text import calls_followed
 from safetune.keys.key_names import KeyReport, classes_of
 from safetune.keys.source_text import is_foreign
 from safetune.keys.text_facts import facts_of_function
@@ -140,15 +139,12 @@ def _is_same(found: Any, value: Any) -> bool:
 def basis_of(kernel: Any, configs: Sequence[Any]) -> Basis:
     """Return the objects that the classes of a kernel's key names depend on now."""
     jit, _ = base_function(kernel)
-    text = [_attribute(jit, "_src")]
-    for caller, name, callee in calls_followed(kernel):
-        text += [*_lookups(caller, name), _attribute(callee, "_src")]
     hooks = (*(_attribute(jit, name) for name in _HOOKS), *_of_configs(configs))
-    return Basis(kernel, tuple(text), tuple(_of_heuristics(kernel)), hooks)
+    return Basis(kernel, names_of(kernel, only_callees=True), tuple(_of_heuristics(kernel)), hooks)
 
 
-def names_of(kernel: Any) -> tuple[Fact, ...]:
-    """Return the steps by which a kernel and its callees resolve all of their names.
+def names_of(kernel: Any, only_callees: bool = False) -> tuple[Fact, ...]:
+    """Return the steps by which a kernel and its callees resolve their names, or those of callees.
 
     While they `hold`, all names mean what they did. Else other code is compiled for a new key, so
     its trials belong to another identity; a known key launches what is compiled.
@@ -163,13 +159,16 @@ def names_of(kernel: Any) -> tuple[Fact, ...]:
         facts[id(jit)] = _attribute(jit, "_src")
         text_facts = facts_of_function(jit, jit.fn)
         for name in text_facts.names if text_facts else ():
-            value: Any = None
-            for read, argument, value in _lookups(jit.fn, name, in_modules=True):
-                owner = id(getattr(read, "__self__", argument))  # a dictionary or a cell
-                step = argument if isinstance(argument, str) else ""
-                facts[owner, step] = read, argument, value
+            steps = list(_lookups(jit.fn, name))
+            value = steps[-1][2]
             if is_layer(value) and inspect.isfunction(value.fn) and not is_foreign(value.fn):
                 pending.append(value)
+            elif only_callees:
+                continue
+            for read, argument, found in steps:
+                owner = id(getattr(read, "__self__", argument))  # a dictionary or a cell
+                step = argument if isinstance(argument, str) else ""
+                facts[owner, step] = read, argument, found
     return tuple(facts.values())
 
 
@@ -193,9 +192,9 @@ def _attribute(owner: Any, name: str) -> Fact:
     return vars(owner).get, name, vars(owner).get(name)
 
 
-def _lookups(caller: FunctionType, name: str, in_modules: bool = False) -> Iterator[Fact]:
-    """Yield the steps by which a function resolves a dotted name; only those `in_modules` of the
-    user, as an attribute of an object may be another one each time.
+def _lookups(caller: FunctionType, name: str) -> Iterator[Fact]:
+    """Yield the steps by which a function resolves a dotted name, as far as they lead through the
+    user's modules: an attribute of an object may be another one each time.
     """
     first, *attributes = name.split(".")
     if first in caller.__code__.co_freevars:
@@ -206,14 +205,11 @@ def _lookups(caller: FunctionType, name: str, in_modules: bool = False) -> Itera
         value = caller.__globals__.get(first)
         yield caller.__globals__.get, first, value
     for attribute in attributes:
-        if in_modules and not (isinstance(value, ModuleType) and not is_foreign(value)):
+        if not isinstance(value, ModuleType) or is_foreign(value):
             return
-        if isinstance(value, ModuleType):
-            read: Callable[[Any], Any] = vars(value).get
-        else:
-            read = functools.partial(_get, value)
-        value = read(attribute)
-        yield read, attribute, value
+        fact = _attribute(value, attribute)
+        yield fact
+        value = fact[2]
 
 
 def _contents(cell: CellType) -> Any:
@@ -223,18 +219,11 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-def _get(owner: Any, attribute: str) -> Any:
-    return getattr(owner, attribute, None)
-
-
 def announce(kernel: Any, report: KeyReport, policy: PhantomPolicy, is_logged: bool) -> None:
     """Warn of the dropped names, or log them; raise `PhantomKey` under the policy `error`."""
     text = _phantom_text(report) if report.unread else ""
     if text and policy is PhantomPolicy.ERROR and not report.kept_all:
         raise PhantomKey(f"{report.location}: {text}")
-    if report.missing:
-        read = "%s: %s reads %s, which neither its key nor its configs set"
-        logger.info(read, report.location, report.kernel, ", ".join(report.missing))
     if text and is_logged:
         logger.info("%s: %s", report.location, text)
     elif text:

@@ -1,13 +1,14 @@
 """The run order of a function's text: names read before they are bound, and uses of parameters.
 
-A process does not import this module if earlier processes have read all its kernels (`text_facts`).
+A process imports this module for hooks, names that no kernel reads, and kernels that no earlier
+process has read (`text_facts`).
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from safetune.keys.source_text import (
     FRAME_READERS,
@@ -25,12 +26,6 @@ from safetune.keys.source_text import (
 class RunOrder:
     """Visits the names of a function in the order of their reads and bindings."""
 
-    #: The nodes whose parts are not just visited one after the other.
-    SPECIAL: ClassVar[frozenset[type]] = frozenset(
-        {ast.AnnAssign, ast.Assign, ast.AugAssign, ast.DictComp, ast.FunctionDef, ast.GeneratorExp}
-        | {ast.Lambda, ast.ListComp, ast.Name, ast.SetComp}
-    )
-
     def __init__(self) -> None:
         self.bound: frozenset[str] = frozenset()  # the names that the text has bound so far
 
@@ -46,9 +41,6 @@ class RunOrder:
 
     def visit(self, node: ast.AST) -> None:
         """Visit a node and the nodes below it."""
-        if node.__class__ not in self.SPECIAL:
-            self.visit_all(children(node))
-            return
         match node:
             case ast.Name(ctx=ast.Load()):
                 self.read(node)
@@ -153,10 +145,6 @@ _UNCERTAIN = (
 class _ParameterUse(RunOrder):
     """Follows one function, and notes how it uses its parameters."""
 
-    SPECIAL = RunOrder.SPECIAL.union(
-        _UNCERTAIN, [ast.Call, ast.FunctionDef, ast.Global, ast.If, ast.Nonlocal]
-    )
-
     def __init__(self, function: FunctionNode) -> None:
         super().__init__()
         self.uses: list[Use] = []
@@ -172,9 +160,6 @@ class _ParameterUse(RunOrder):
         self._read(self._tracked if name.id in FRAME_READERS else [name.id], name.lineno)
 
     def visit(self, node: ast.AST) -> None:
-        if node.__class__ is ast.Name or node.__class__ not in self.SPECIAL:
-            super().visit(node)
-            return
         if isinstance(node, _UNCERTAIN):
             self._visit_uncertain(node)
             return

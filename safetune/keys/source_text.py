@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from tokenize import TokenError
 from types import CodeType, FunctionType, ModuleType
@@ -54,15 +55,11 @@ _NO_NODES = frozenset(
 )
 
 
-class _Fields(dict[type, tuple[str, ...]]):
-    """The other fields, by the class of a node."""
+@functools.cache
+def _fields(node: type[ast.AST]) -> tuple[str, ...]:
+    """Return the other fields of a class of nodes."""
+    return tuple(name for name in node._fields if name not in _NO_NODES)
 
-    def __missing__(self, node: Any) -> tuple[str, ...]:
-        found = self[node] = tuple(name for name in node._fields if name not in _NO_NODES)
-        return found
-
-
-_FIELDS = _Fields()
 
 #: What reading a text or its tree may raise; the last two where it is too deep.
 UNREADABLE = (SyntaxError, TokenError, ValueError, RecursionError, MemoryError)
@@ -152,12 +149,7 @@ def source_lines(jit: Any) -> tuple[list[str], int]:
     if hasattr(jit, "raw_src"):
         return list(jit.raw_src), jit.starting_line_number
     first = jit.fn.__code__.co_firstlineno
-    try:
-        if jit.fn.__code__.co_filename != _CODE_OF_A_COPY:
-            return inspect.getsourcelines(jit.fn)
-        return inspect.getblock(file_text(jit.fn).splitlines(keepends=True)[first - 1 :]), first
-    except (OSError, TypeError):
-        return [], 0
+    return inspect.getblock(file_text(jit.fn).splitlines(keepends=True)[first - 1 :]), first
 
 
 def definition_line(jit: Any) -> int:
@@ -186,12 +178,18 @@ class Scope:
             return self._closure[name]
         return self._globals.get(name, MISSING)
 
-    def value_of(self, name: str) -> Any:
-        """Return the value of a dotted name, or `MISSING`."""
+    def value_of(self, name: str, into_foreign: bool = True) -> Any:
+        """Return the value of a dotted name, or `MISSING`; if not `into_foreign`, for a name of
+        Python or the toolchain the module that it begins with.
+        """
         first, *attributes = name.split(".")
         value = self.lookup(first)
         for attribute in attributes:
-            value = value if value is MISSING else getattr(value, attribute, MISSING)
+            if value is MISSING:
+                break
+            if not into_foreign and isinstance(value, ModuleType) and is_foreign(value):
+                break
+            value = getattr(value, attribute, MISSING)
         return value
 
 
@@ -199,7 +197,8 @@ def is_foreign(defined: ModuleType | FunctionType) -> bool:
     """Whether a module, or a function's module, belongs to Python or the toolchain.
 
     User code is part of a kernel's identity by its text, foreign code by its name, because its text
-    differs between versions. The file decides: a user's module may be named `profile.py`.
+    differs between versions. Name and file decide: a user's module may be named `profile.py`, and
+    `torch.no_grad()` returns a function of torch's text that has the name of the user's.
     """
     if isinstance(defined, ModuleType):
         name, file = defined.__name__, getattr(defined, "__file__", None)
@@ -209,7 +208,8 @@ def is_foreign(defined: ModuleType | FunctionType) -> bool:
         name, file = defined.__module__ or "", file_of(defined)
         if file.startswith("<frozen "):
             file = defined.__globals__.get("__file__") or "built-in"
-    return bool(file) and _is_installed(name.partition(".")[0], str(file))
+    is_named = name.partition(".")[0] in sys.stdlib_module_names | _TOOLCHAIN
+    return is_named and bool(file) and _is_installed(str(file))
 
 
 def is_heap_class(cls: type) -> bool:
@@ -225,34 +225,24 @@ def is_foreign_class(cls: type) -> bool:
     return module is not None and is_foreign(module)
 
 
-def _is_installed(package: str, file: str) -> bool:
-    """Whether a file is of the standard library, or of the toolchain's package of this name."""
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    """Whether a file is of the standard library or of a package of the toolchain."""
     path = os.path.normpath(file)  # not by the working directory, which may be gone
-    if package in sys.stdlib_module_names:
-        installed = bool({"site-packages", "dist-packages"}.intersection(path.split(os.sep)))
-        return file == "built-in" or (not installed and path.startswith(_standard_library()))
-    if package not in _TOOLCHAIN:
-        return False
-    folder = next(iter(getattr(sys.modules.get(package), "__path__", ())), "")
-    # safetune itself imports triton, so that name is never taken by another package.
-    real = package == "triton" or os.path.basename(os.path.dirname(folder)).endswith("-packages")
-    return real and path.startswith(os.path.join(os.path.abspath(folder), ""))
+    folders = path.split(os.sep)
+    for packages in ("site-packages", "dist-packages"):
+        if packages in folders:
+            return folders[folders.index(packages) + 1] in _TOOLCHAIN
+    return file == "built-in" or path.startswith(_installed_folders())
 
 
 @functools.cache
-def _standard_library() -> tuple[str, ...]:
+def _installed_folders() -> tuple[str, ...]:
+    """Return the folders of the standard library, and that of a Triton built from its sources."""
     folders = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib")}
     folders.add(sysconfig.get_path("platstdlib"))
+    folders.update(getattr(find_spec("triton"), "submodule_search_locations", ()))
     return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
-
-
-def segment(text: str, node: FunctionNode) -> str:
-    """Return the text of a function within a file's text, from `def` or `lambda` on."""
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    found = [line.encode() for line in lines[node.lineno - 1 : node.end_lineno]]
-    found[-1] = found[-1][: node.end_col_offset]
-    found[0] = found[0][node.col_offset :]
-    return b"\n".join(found).decode()
 
 
 def parse(text: str) -> ast.Module:
@@ -279,19 +269,16 @@ def tree_of(text: str) -> ast.Module:
 def nodes_of(function: FunctionType) -> tuple[FunctionNode, ...]:
     """Return the tree of `function`, with the file's line numbers.
 
-    Several trees if lambdas on one line cannot be told apart; none if the source is missing.
+    Several trees for lambdas on one line; none if the source is missing.
     """
     code = function.__code__
     names, *stars = inspect.getargs(code)
     expected = (*names, *filter(None, stars))
-    nodes = tuple(
+    return tuple(
         node
         for node in _functions_by_line(file_text(function)).get(code.co_firstlineno, ())
         if getattr(node, "name", "<lambda>") == code.co_name and parameters(node) == expected
     )
-    if len(nodes) > 1:
-        return tuple(node for node in nodes if compiles_to(node, function)) or nodes
-    return nodes
 
 
 @functools.lru_cache(KEPT_TREES)
@@ -327,19 +314,16 @@ def compiles_to(node: FunctionNode, function: FunctionType) -> bool:
     Since Python 3.11, a call `module.name()` has other code where the same compilation imports the
     module. A notebook compiles each statement on its own.
     """
-    code = function.__code__
-    imported = _names_in(code) & _imported_names(file_text(function))
-    return any(
-        _compiles_to(node, code, names) for names in dict.fromkeys(("", ", ".join(imported)))
-    )
+    imports = _imports_in(file_text(function))
+    return any(_compiles_to(node, function.__code__, before) for before in ([], imports))
 
 
-def _compiles_to(node: FunctionNode, code: CodeType, imported: str) -> bool:
+def _compiles_to(node: FunctionNode, code: CodeType, before: list[ast.stmt]) -> bool:
     inner: Any = undecorated(node)
     statement = ast.Expr(inner) if isinstance(inner, ast.Lambda) else inner
-    imports = f"import {imported}" if imported else ""
-    outer = ast.parse(f"{imports}\ndef outer({', '.join(code.co_freevars)}): pass")
+    outer = ast.parse(f"def outer({', '.join(code.co_freevars)}): pass")
     outer.body[-1].body = [ast.copy_location(statement, node)]  # type: ignore[attr-defined]
+    outer.body = [*before, *outer.body]
     flags = code.co_flags & __future__.annotations.compiler_flag
     try:
         module = compile(outer, "", "exec", flags, dont_inherit=True)
@@ -351,24 +335,10 @@ def _compiles_to(node: FunctionNode, code: CodeType, imported: str) -> bool:
 
 
 @functools.lru_cache(KEPT_TREES)
-def _imported_names(text: str) -> frozenset[str]:
-    """Return the names that a file imports at module level."""
-    names, pending = set[str](), children(parse(text))
-    while pending:
-        node: Any = pending.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {each.asname or each.name.partition(".")[0] for each in node.names}
-        elif not isinstance(
-            node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-        ):
-            pending += children(node)
-    return frozenset(names)
-
-
-def _names_in(code: CodeType) -> frozenset[str]:
-    """Return the names that compiled code refers to, with those of the code in it."""
-    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset({*code.co_names, *code.co_freevars}).union(*inner)
+def _imports_in(text: str) -> list[ast.stmt]:
+    """Return the imports in a file."""
+    imports = [node for node in walk(parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node for node in imports if getattr(node, "module", "") != "__future__"]
 
 
 def dotted(node: ast.AST) -> str:
@@ -405,7 +375,7 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the child nodes of a node except operators, in field order."""
     nodes: list[ast.AST] = []
-    for field in _FIELDS[node.__class__]:
+    for field in _fields(node.__class__):  # type: ignore[arg-type]
         value = getattr(node, field, None)
         if value.__class__ is list:
             nodes += [item for item in value if isinstance(item, ast.AST)]

@@ -291,7 +291,7 @@ def _told(ask: Callable[[int], Sequence[Any]], index: int) -> tuple[Any, Device]
 
 def _described(index: int) -> tuple[Any, Device]:
     active = active_driver()
-    target = _target(active, index)
+    target = active.get_current_target()
     properties = active.utils.get_device_properties(index)
     found = backend.current()
     return target, Device(
@@ -323,18 +323,6 @@ def current_index() -> int:
     if triton_internals.target_name() is None and backend.describer() is not None:
         return 0  # nothing has started the driver, so no other device was chosen
     return int(active_driver().get_current_device())
-
-
-def _target(active: Any, index: int) -> Any:
-    """The compile target of one device; Triton has it for the current device only."""
-    previous = active.get_current_device()
-    if previous == index:
-        return active.get_current_target()
-    active.set_current_device(index)
-    try:
-        return active.get_current_target()
-    finally:
-        active.set_current_device(previous)
 
 
 #: The common properties of one key's calls: the values of the kept names, and the dtypes.

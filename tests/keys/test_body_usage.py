@@ -185,7 +185,7 @@ BODIES = [
     ("an unknown function", "unheard_of(x, P)", "P"),
     ("a function in a parameter", "x(P)", "P"),
     ("the parameter that is called", "R(x)", "R"),
-    ("through an attribute", "Holder.ignores(x, P)", ""),
+    ("an attribute of a class", "Holder.ignores(x, P)", "P"),
     ("a local of the callee's name", "ignores = x\n    ignores(x, P)", "P"),
     ("itself", "kernel(x, P, Q, R)", "PQR"),
     # what runs is not the text that Python shows
@@ -195,7 +195,7 @@ BODIES = [
     ("an object around a jit function", "operation_of_a_kernel(x, P)", "P"),
     ("a subclass of a jit function", "own_call(x, P)", "P"),
     ("a method, whose object comes first", "bound.first(P, x)", "P"),
-    ("a function of a class", "Bound.first(P, x, Q)", "Q"),
+    ("a function of a class", "Bound.first(P, x, Q)", "PQ"),
     ("a name that only a dict can take", "by_name_only(P, n=Q)", "Q"),
 ]
 
@@ -458,20 +458,18 @@ def test_hooks_are_readers(kernel: Any) -> None:
     assert reads.reader_of("R").startswith("post_hook (")
 
 
-def test_launch_metadata_and_repr_are_readers(load: Load) -> None:
+def test_launch_metadata_is_a_reader(load: Load) -> None:
     text = """
     def metadata(grid, kernel, args):
         return {"flops": args["P"], "grid": grid}
-    def name(specialization):
-        return f"kernel_{specialization.constants['Q']}_{specialization.signature.get('R')}"
-    @jit(launch_metadata=metadata, repr=name)
+    @jit(launch_metadata=metadata)
     def kernel(x, P, Q, R, S):
         pass
     """
-    assert read_names(usage_in_callbacks(load(textwrap.dedent(text)).kernel)) == "PQR"
+    assert read_names(usage_in_callbacks(load(textwrap.dedent(text)).kernel)) == "P"
 
 
-def test_a_repr_that_uses_the_whole_specialisation_reads_everything(load: Load) -> None:
+def test_a_repr_that_uses_its_specialisation_reads_everything(load: Load) -> None:
     text = "@jit(repr=lambda s: f'k{s.constants}')\ndef kernel(x, P, Q, R, S):\n    pass"
     assert read_names(usage_in_callbacks(load(text).kernel)) == "PQRS"
 

@@ -29,7 +29,7 @@ CASES: list[tuple[str, str]] = [
     ),
     ("def f(\n    x,\n    y = 1,  # one\n):\n        return(x +\n y)\n",
      "def f ( x , y = 1 , ) :\n return ( x + y )"),
-    ("def f(x): 'Say it.'; return x\n", "def f ( x ) : return x"),
+    ("def f(x): y = x; return y\n", "def f ( x ) : y = x ; return y"),
     ("def f(x):\n    r'''Say''' \"it\"\n    b'not'\n", "def f ( x ) :\n b'not'"),
     ("def f(x):\n    f'not {x} this'\n    'nor this'\n",
      "def f ( x ) :\n f'not {x} this'\n 'nor this'"),

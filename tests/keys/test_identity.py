@@ -188,12 +188,6 @@ def linked(by: Any) -> Any:
     return first
 
 
-def in_itself(by: Any) -> Any:
-    items: list[Any] = [by]
-    items.append(items)
-    return items
-
-
 def by_default(by: Any) -> Any:
     return lambda v, by=by: v * by
 
@@ -207,6 +201,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "partial": lambda by: functools.partial(scaled(by)),
     "arguments of a partial": lambda by: functools.partial(max, by),
     "bound method": lambda by: Policy(by).scale,
+    "wrapped by torch": lambda by: torch.no_grad()(lambda v: v * by),
     "object": Policy,
     "repr of its own": Silent,
     "slots": Slotted,
@@ -232,7 +227,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "set of functions": lambda by: frozenset({scaled(by), scaled(8), scaled(9), "relu"}),
     "tuple": lambda by: (1, [scaled(by)]),
     "cycle of objects": linked,
-    "cycle of a list": in_itself,
     "bytes": lambda by: bytes([by]),
     "array of C": lambda by: Numbers("i", [by]),
     "deque": lambda by: Queue([by]),
