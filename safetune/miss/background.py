@@ -22,7 +22,6 @@ from safetune.inputs.call import Call, leaves
 from safetune.isolation.fork_server import close_servers, system_errors
 from safetune.messages import logger
 from safetune.miss import candidates, failures, reporting
-from safetune.miss.resolve import set_choice
 from safetune.outcome import Mark
 from safetune.store.local.store import Store
 from safetune.tuning.bench import LaunchBench, Ready
@@ -33,7 +32,6 @@ from safetune.tuning.tuner import tune
 if TYPE_CHECKING:
     from safetune.launch.call_shape import Tuner
     from safetune.launch.key_state import KeyState
-    from safetune.miss.resolve import Case
     from safetune.settings import Settings
 
 #: Seconds that the end of the process waits for the running tuning to end its children.
@@ -52,7 +50,7 @@ class Job:
     bench: BackgroundBench  # with the request, without the caller's arguments, and copies of them
     fallback: Config  # which the key launches meanwhile
     store: Store
-    settings: Settings
+    hold: bool  # keep the choice back until `sync`
     tuner: Tuner
     size: int  # the bytes of the copied inputs
     #: Set when the tuning has ended, with or without a choice.
@@ -92,10 +90,11 @@ class BackgroundBench(LaunchBench):
             _worker.check()
 
 
-def tune_meanwhile(case: Case) -> Config:
+def tune_meanwhile(
+    tuner: Tuner, state: KeyState, request: TuningRequest, store: Store, settings: Settings
+) -> Config:
     """Copy the call's inputs, queue it for tuning, and return the fallback."""
-    state, request, store = case.state, case.request, case.store
-    call, limit = request.call, case.settings.copy_limit
+    call, limit = request.call, settings.copy_limit
     size = _input_bytes(call) if call.hooks.inputs is None else 0
     config = candidates.fallback(request, store)
     if size > limit:
@@ -117,7 +116,7 @@ def tune_meanwhile(case: Case) -> Config:
     except (KernelNotTransferable, WorkerUnavailable) as error:
         return failures.fall_back(state, request, config, error)
     state.set_fallback(config)
-    _worker.submit(Job(state, bench, config, store, case.settings, case.tuner, size))
+    _worker.submit(Job(state, bench, config, store, settings.world_size > 1, tuner, size))
     return config
 
 
@@ -212,7 +211,10 @@ def _tune(job: Job) -> None:
             raise Stopped from error
         failures.fall_back(job.state, request, job.fallback, error)
     else:
-        set_choice(job.state, result.choice, job.settings)
+        if job.hold:
+            job.state.held = result.choice
+        else:
+            job.state.set_choice(result.choice)
         reporting.report_result(job.tuner, request, result)
 
 

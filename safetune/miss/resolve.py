@@ -149,7 +149,7 @@ def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: 
         if retry is None or retry.holds(args, kwargs, settings, capture):
             return known.config
     try:
-        case = Case(tuner, state, args, kwargs, settings, capture)
+        case = _Case(tuner, state, args, kwargs, settings, capture)
         config = _find(case)
         case.look_again_after_pull()
         return config
@@ -157,7 +157,7 @@ def resolve(tuner: Tuner, state: KeyState, args: Args, kwargs: Kwargs, capture: 
         raise error.with_traceback(None) from None
 
 
-class Case:
+class _Case:
     """A call without a config in memory; its properties are computed when a rule reads them."""
 
     def __init__(
@@ -293,13 +293,13 @@ class Flights:
             self._store.drop_in_flight(trial)
 
 
-def _first_pruned(case: Case) -> Config:
+def _first_pruned(case: _Case) -> Config:
     named = call_shape.named_arguments(case.tuner.arg_names, case.args)
     pruned = call_shape.pruned_configs(case.tuner, named, case.kwargs)
     return case.state.set_fallback(next(iter(pruned), case.tuner.configs[0]))
 
 
-def _inline(case: Case, reason: str = "") -> Config:
+def _inline(case: _Case, reason: str = "") -> Config:
     """Measure configs in this process, as `triton.autotune` does; nothing is stored."""
     tuner, state, args, kwargs = case.tuner, case.state, case.args, case.kwargs
     if not case.left and case.settings.same_bits_of(tuner.same_bits):
@@ -368,19 +368,22 @@ def _wall_clock(launch: Callable[[], object], quantiles: object) -> list[float]:
     return [timing.median_ms, timing.p20_ms, timing.p80_ms]
 
 
-def _keep_choice(case: Case) -> Config:
+def _keep_choice(case: _Case) -> Config:
     if case.capture and case.plan.config is not None:
         return case.state.set_choice(case.plan.config)
     return _adopt(case, case.plan)
 
 
-def _captured(case: Case) -> Config:
+def _captured(case: _Case) -> Config:
     from safetune.miss import under_capture
 
-    return under_capture.fall_back(case)
+    tuner, state, request = case.tuner, case.state, case.request
+    return under_capture.fall_back(
+        tuner, state, request, case.lookup, case.settings, case.capture, case.tunes
+    )
 
 
-def _best_known(case: Case) -> Config:
+def _best_known(case: _Case) -> Config:
     from safetune.miss import candidates
 
     assert case.lookup is not None
@@ -388,11 +391,11 @@ def _best_known(case: Case) -> Config:
     return case.state.set_fallback(candidates.best_known(case.request, case.lookup))
 
 
-def _tune_meanwhile(case: Case) -> Config:
+def _tune_meanwhile(case: _Case) -> Config:
     from safetune.miss.background import tune_meanwhile
 
     reporting.warn_of_grid(case.tuner, case.request.grids.reads)
-    return tune_meanwhile(case)
+    return tune_meanwhile(case.tuner, case.state, case.request, case.store, case.settings)
 
 
 def for_no_work(state: KeyState, request: TuningRequest) -> Config:
@@ -453,7 +456,7 @@ def stored_choice(request: TuningRequest, lookup: Lookup) -> ChoiceRecord | None
     return choice
 
 
-def _tune_now(case: Case) -> Config:
+def _tune_now(case: _Case) -> Config:
     """Tune a key; if that is not possible, launch its present choice, or a fallback."""
     from safetune.isolation import child_handle, fork_server
 
@@ -488,12 +491,12 @@ def _tune_now(case: Case) -> Config:
         if isinstance(error, NoWorkingConfig) and not error.transient:
             return failures.none_works(state, request, error, must_raise=bool(_waiting))
         return failures.fall_back(state, request, candidates.fallback(request, store), error)
-    config = set_choice(state, result.choice, case.settings)  # first: a warning may be an error
+    config = _set_choice(state, result.choice, case.settings)  # first: a warning may be an error
     reporting.report_result(case.tuner, request, result)
     return config
 
 
-def set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
+def _set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
     """Launch a choice; a rank that launches a fallback keeps it until all ranks call `sync`."""
     launched = state.decision()
     if settings.world_size > 1 and launched is not None and launched.reason is Reason.FALLBACK:
@@ -502,10 +505,10 @@ def set_choice(state: KeyState, choice: Config, settings: Settings) -> Config:
     return state.set_choice(choice)
 
 
-def _adopt(case: Case, plan: Plan) -> Config:
+def _adopt(case: _Case, plan: Plan) -> Config:
     """Use a stored choice; calls with which it is known to fail get the next-best config."""
     assert plan.config is not None
-    config = set_choice(case.state, plan.config, case.settings)
+    config = _set_choice(case.state, plan.config, case.settings)
     if plan.fails(config):
         from safetune.miss import candidates
 
@@ -514,7 +517,7 @@ def _adopt(case: Case, plan: Plan) -> Config:
 
 
 #: The calls that are no miss, and the config of each: the first row that applies.
-_NO_MISS: tuple[tuple[Callable[[Case], object], Callable[[Case], Config]], ...] = (
+_NO_MISS: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...] = (
     (lambda case: case.kwargs.get("warmup"), lambda case: case.tuner.configs[0]),
     (lambda case: case.settings.mode is Mode.OFF, _first_pruned),
     (lambda case: case.why_inline is not None and not case.capture, _inline),
@@ -522,12 +525,12 @@ _NO_MISS: tuple[tuple[Callable[[Case], object], Callable[[Case], Config]], ...] 
         lambda case: len(case.request.configs) == 1 and case.request.has_work,
         lambda case: case.state.set_choice(case.request.configs[0]),
     ),
-    (Case.is_settled, _keep_choice),
+    (_Case.is_settled, _keep_choice),
     (lambda case: not case.request.has_work, lambda case: for_no_work(case.state, case.request)),
 )
 
 #: What a miss does, where `on_miss` is no error.
-_MISSES: tuple[tuple[Callable[[Case], object], Callable[[Case], Config]], ...] = (
+_MISSES: tuple[tuple[Callable[[_Case], object], Callable[[_Case], Config]], ...] = (
     (lambda case: case.capture, _captured),
     (lambda case: not case.tunes, _best_known),
     (lambda case: case.settings.mode is Mode.BACKGROUND and not _waiting, _tune_meanwhile),
@@ -535,7 +538,7 @@ _MISSES: tuple[tuple[Callable[[Case], object], Callable[[Case], Config]], ...] =
 )
 
 
-def _find(case: Case) -> Config:
+def _find(case: _Case) -> Config:
     for applies, config_of in _NO_MISS:
         if applies(case):
             return config_of(case)
@@ -577,7 +580,7 @@ def next_best(
         raise error
     rejected = state.reject(special, config)
     reason = _text(error)
-    for other in _candidates(Case(tuner, state, args, kwargs, settings, capture=0)):
+    for other in _candidates(_Case(tuner, state, args, kwargs, settings, capture=0)):
         if other in rejected:
             continue
         try:
@@ -597,7 +600,7 @@ def next_best(
     raise error
 
 
-def _candidates(case: Case) -> Iterator[Config]:
+def _candidates(case: _Case) -> Iterator[Config]:
     """Return the configs to try instead, best first."""
     from safetune.miss import candidates
 

@@ -15,13 +15,15 @@ from triton.runtime.autotuner import Config
 
 from safetune.config import config_text
 from safetune.errors import CaptureWarning
-from safetune.launch.key_state import CapturedMiss
+from safetune.launch.key_state import CapturedMiss, KeyState
 from safetune.messages import warn
 from safetune.miss import candidates
-from safetune.settings import Mode
+from safetune.settings import Mode, Settings
 
 if TYPE_CHECKING:
-    from safetune.miss.resolve import Case
+    from safetune.launch.call_shape import Tuner
+    from safetune.store.lookup import Lookup
+    from safetune.tuning.requests import TuningRequest
 
 #: Misses that are remembered: a program that captures again and again must not grow without end.
 _MOST_MISSES = 4096
@@ -32,16 +34,27 @@ _misses: deque[CapturedMiss] = deque(maxlen=_MOST_MISSES)
 watched: dict[int, str] = {}
 
 
-def fall_back(case: Case) -> Config:
+def fall_back(
+    tuner: Tuner,
+    state: KeyState,
+    request: TuningRequest,
+    lookup: Lookup | None,
+    settings: Settings,
+    capture: int,
+    tunes: bool,
+) -> Config:
     """Return the config for a key without a choice under a capture.
 
     Calls outside the capture do not launch it, because the next such call tunes. If nothing is
     tuned, they launch it as well.
+
+    Args:
+        lookup: None without a store.
+        tunes: whether calls outside a capture are tuned.
     """
-    request, lookup, capture = case.request, case.lookup, case.capture
     if lookup is None:
         config = request.configs[0]
-    elif case.tunes:
+    elif tunes:
         config = candidates.fallback(request, lookup.store)
     else:
         config = candidates.best_known(request, lookup)
@@ -51,17 +64,17 @@ def fall_back(case: Case) -> Config:
         config=config,
         capture=capture,
         graph=watched.get(capture) or f"capture {capture}",
-        state=weakref.ref(case.state),
+        state=weakref.ref(state),
     )
-    case.state.captured = captured
+    state.captured = captured
     _misses.append(captured)
-    if lookup is not None and case.settings.mode is not Mode.FROZEN:
+    if lookup is not None and settings.mode is not Mode.FROZEN:
         from safetune.miss.record import remember  # imports torch
 
         remember(request, lookup.store, captured=True)
-    if not case.tunes:  # the log has a line about it
-        return case.state.set_fallback(config)
-    if capture not in watched and case.tuner.first_time("captured without a choice"):
+    if not tunes:  # the log has a line about it
+        return state.set_fallback(config)
+    if capture not in watched and tuner.first_time("captured without a choice"):
         warn(
             f"{captured.kernel} has no choice for {captured.key} and is captured with "
             f"{config_text(config)}, which the graph keeps: nothing is tuned under CUDA graph "

@@ -23,9 +23,9 @@ from safetune.frozen import dataclass
 from safetune.outcome import TRANSIENT
 
 if TYPE_CHECKING:
+    from safetune.keys.tuning_key import TuningKey
     from safetune.store.local.store import Store
     from safetune.store.records import RelatedChoice
-    from safetune.tuning.requests import TuningRequest
 
 Value = TypeVar("Value")
 
@@ -35,11 +35,6 @@ BATCH = 12
 _POLISH_SHARE, _POLISH_STEPS = 0.3, 2
 #: The most neighbours that a search is told of, the nearest.
 _MOST_NEIGHBOURS = 4
-
-NO_SCIKIT_LEARN = (
-    "scikit-learn is not installed, so the configs within the budget were drawn at random; install "
-    "safetune[search] for a search that finds better ones"
-)
 
 
 @dataclass(frozen=True)
@@ -200,37 +195,8 @@ def one_step(configs: Sequence[Config]) -> dict[int, list[int]]:
     return found
 
 
-def proposer_of(request: TuningRequest, notes: list[str]) -> Proposer:
-    """Return who proposes: the user's own, a Gaussian process, or chance without scikit-learn."""
-    if request.proposer is not None:
-        return request.proposer
-    seed = int(request.key.digest[:8], 16)
-    try:
-        from safetune.tuning.gaussian import GaussianProcess
-    except ImportError:
-        notes.append(NO_SCIKIT_LEARN)
-        return RandomProposer(seed)
-    return GaussianProcess(seed)
-
-
-def history_of(request: TuningRequest, store: Store) -> History:
-    """Return the known facts about a key before its search, except its own trials."""
-    key, last = request.key, store.choice(request.key.digest)
-    call = key.record()
-    return History(
-        kernel=key.kernel.name,
-        values=dict(call["values"]),
-        dtypes=dict(call["dtypes"]),
-        device=key.device.record(),
-        configs=request.configs,
-        neighbours=tuple(_neighbours(request, store)),
-        incumbent=None if last is None else request.by_digest.get(last.config_digest),
-    )
-
-
-def _neighbours(request: TuningRequest, store: Store) -> list[Neighbour]:
+def neighbours_of(key: TuningKey, configs: dict[str, Config], store: Store) -> list[Neighbour]:
     """Return the nearest keys of the same kernel, device and toolchain."""
-    key, configs = request.key, request.by_digest
     toolchain, values = key.toolchain.record(), key.record()["values"]
     found = []
     related = store.related(key.kernel.digest, key.device.digest)

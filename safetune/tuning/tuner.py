@@ -54,6 +54,11 @@ BUSY_AGAIN = f"{BUSY}, twice"
 _UNKNOWN_BITS = "the kernel uses atomics, assembly or a clock, or its text could not be read"
 _OTHER_BITS = "that config gives other bits at each launch, or fails on random inputs"
 
+_NO_SCIKIT_LEARN = (
+    "scikit-learn is not installed, so the configs within the budget were drawn at random; install "
+    "safetune[search] for a search that finds better ones"
+)
+
 _VARIES = (
     "its result depends on the tile, which random numbers, program ids and ties can cause; every "
     "config counts as right"
@@ -394,8 +399,7 @@ def _proposed(tuning: _Tuning) -> Iterator[Sequence[int]]:
             if config in outcomes and outcomes[config].ok:
                 break
     with phases("search"):
-        proposer = search.proposer_of(request, tuning.notes)
-        searching = search.Search(search.history_of(request, tuning.store), proposer)
+        searching = search.Search(_history_of(tuning), _proposer_of(tuning))
     while True:
         known = {i: o.timing.median_ms if o.ok and o.timing else None for i, o in outcomes.items()}
         times = known | dict.fromkeys(asked - known.keys())
@@ -412,6 +416,36 @@ def _proposed(tuning: _Tuning) -> Iterator[Sequence[int]]:
             batch = batch[: search.BATCH]
         asked.update(batch)
         yield batch
+
+
+def _history_of(tuning: _Tuning) -> search.History:
+    """Return the known facts about a key before its search, except its own trials."""
+    request, store = tuning.request, tuning.store
+    key, last = request.key, store.choice(request.key.digest)
+    call = key.record()
+    return search.History(
+        kernel=key.kernel.name,
+        values=dict(call["values"]),
+        dtypes=dict(call["dtypes"]),
+        device=key.device.record(),
+        configs=request.configs,
+        neighbours=tuple(search.neighbours_of(key, request.by_digest, store)),
+        incumbent=None if last is None else request.by_digest.get(last.config_digest),
+    )
+
+
+def _proposer_of(tuning: _Tuning) -> search.Proposer:
+    """Return who proposes: the user's own, a Gaussian process, or chance without scikit-learn."""
+    request = tuning.request
+    if request.proposer is not None:
+        return request.proposer
+    seed = int(request.key.digest[:8], 16)
+    try:
+        from safetune.tuning.gaussian import GaussianProcess
+    except ImportError:
+        tuning.notes.append(_NO_SCIKIT_LEARN)
+        return search.RandomProposer(seed)
+    return GaussianProcess(seed)
 
 
 def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None:
