@@ -46,7 +46,7 @@ def canonical(text: str) -> str:
             depth -= 1
         elif kind != tokenize.NEWLINE:
             line.append((kind, word))
-        else:
+        elif line:  # it is empty after a backslash alone
             words = [word for _, word in line]
             if not (begins_body and all(map(_is_plain_string, line))):
                 lines.append(" " * depth + " ".join(words))

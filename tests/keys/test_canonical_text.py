@@ -50,6 +50,7 @@ CASES: list[tuple[str, str]] = [
      "def f ( x ) :\n if x : y = 0x1F ; y += 1_0.5e3j\n return '''a\nb'''"),
     ("def f(x):\n    return x \\\n  if x else(lambda: 1)\n",
      "def f ( x ) :\n return x if x else ( lambda : 1 )"),
+    ("def f(x):\n    y = 1\n    \\\n\n    return y\n", "def f ( x ) :\n y = 1\n return y"),
     ("lambda x : (x+\n  # one\n1)", "lambda x : ( x + 1 )"),
     ("lambda x: x\n+ 1", "lambda x : x + 1"),
     ("def f(x)->{'a':1}:\n  match x:\n    case {'a': [*_]} if (y:=x): return\n",
