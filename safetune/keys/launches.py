@@ -103,8 +103,14 @@ def _texts(kernel: Any) -> Iterator[tuple[Path, str]]:
     yield Path(file_of(function)), file_text(function)
     for path in importers(file_of(function), name):
         text = _text_of(path)
-        if name in text and f"def {name}(" not in text:  # or it launches its own
+        if name in text and not _has_own(text, name):
             yield path, text
+
+
+def _has_own(text: str, name: str) -> bool:
+    """Whether a module has a kernel of this name; a function may have the name of its kernel."""
+    nodes = walk(parse(text)) if f"def {name}(" in text else ()
+    return any(_is_kernel(node) and getattr(node, "name", "") == name for node in nodes)
 
 
 def _text_of(file: Path) -> str:

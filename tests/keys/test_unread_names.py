@@ -492,6 +492,16 @@ PACKAGES = [
         "kernel",
     ),
     ("in a function", {"launch.py": "if True:\n    from .kernels import kernel"}, "kernel"),
+    (
+        "by a function of its name",
+        {"launch.py": "from .kernels import kernel as k\n\ndef kernel(x):\n    launch(x, 1, 16)"},
+        "k",
+    ),
+    (
+        "of the module, by a function of its name",
+        {"launch.py": "from . import kernels\n\ndef kernel(x):\n    launch(x, 1, 16)"},
+        "kernels.kernel",
+    ),
 ]
 
 
