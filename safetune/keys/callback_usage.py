@@ -65,7 +65,7 @@ def usage_in_callbacks(
     heuristics = heuristics_below(kernel)
     for name, heuristic in itertools.chain.from_iterable(map(dict.items, heuristics)):
         usage.add(usage_in_callback(f"the heuristic for {name}", heuristic, position=0))
-    for heuristic in _heuristics_above(jit, below=len(heuristics)).values():
+    for _, heuristic in _heuristics_above(jit, below=len(heuristics)):
         usage.add(_usage_of_heuristic(heuristic, function))
     for label, callback, arguments in callbacks:
         usage.add(usage_in_callback(label, callback, **arguments))
@@ -168,19 +168,20 @@ def _entry(node: ast.AST) -> tuple[str, ast.expr | None, bool]:
 
 def set_above(kernel: Any) -> set[str]:
     """Return the parameters that heuristics above the tuner set, as far as their text shows."""
-    return {*_heuristics_above(base_function(kernel)[0], len(heuristics_below(kernel)))} - {""}
+    above = _heuristics_above(base_function(kernel)[0], len(heuristics_below(kernel)))
+    return {name for name, _ in above} - {""}
 
 
-def _heuristics_above(jit: Any, below: int) -> dict[str, Any]:
+def _heuristics_above(jit: Any, below: int) -> list[tuple[str, Any]]:
     """Return the heuristics of each `@triton.heuristics` on a kernel, except for the last `below`,
-    by the name that each sets: functions, or their text. What cannot be followed is under "".
+    after the name that each sets: functions, or their text. The name is "" if it is unknown.
 
     Heuristics above the tuner do not exist yet when the tuner is made; only their text does.
     """
     lines, first = source_lines(jit)
     text = "".join(lines[: definition_line(jit) - first])
     if text.count("heuristics") <= below:
-        return {}
+        return []
     tree = parse("\n" * (first - 1) + textwrap.dedent(text) + "def decorated(): ...")
     decorators = [
         decorator
@@ -188,15 +189,15 @@ def _heuristics_above(jit: Any, below: int) -> dict[str, Any]:
         for decorator in getattr(node, "decorator_list", [])
         if isinstance(decorator, ast.Call) and last_name(decorator.func) == "heuristics"
     ]
-    found: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
     for decorator in decorators[: len(decorators) - below]:
         for value in arguments_of(decorator):
             if isinstance(value, ast.Dict):
                 names = [str(getattr(key, "value", "")) for key in value.keys]
-                found.update(zip(names, value.values, strict=True))
+                found += zip(names, value.values, strict=True)
             else:
                 known = Scope(jit.fn).value_of(dotted(value))
-                found.update(known if isinstance(known, dict) else {"": value})
+                found += known.items() if isinstance(known, dict) else [("", value)]
     return found
 
 

@@ -553,6 +553,22 @@ def test_heuristics_above_the_tuner_are_readers(load: Load) -> None:
     assert read_names(reads) == "PRS"
 
 
+def test_heuristics_above_may_have_names_that_are_no_text_or_the_same_name_twice(
+    load: Load,
+) -> None:
+    text = """
+    FIRST, SECOND = "A", "B"
+    @triton.heuristics({FIRST: lambda args: args["P"], SECOND: lambda args: args["Q"]})
+    @triton.heuristics({"C": lambda args: args["R"]})
+    @triton.heuristics({"C": lambda args: args["S"]})
+    @jit
+    def kernel(x, P, Q, R, S, A, B, C):
+        pass
+    """
+    above = load(textwrap.dedent(text)).kernel.fn.fn.fn
+    assert read_names(usage_in_callbacks(above)) == "PQRS"
+
+
 def test_heuristics_above_that_cannot_be_followed_read_everything(load: Load) -> None:
     text = """
     def make():
