@@ -291,7 +291,7 @@ def _told(ask: Callable[[int], Sequence[Any]], index: int) -> tuple[Any, Device]
 
 def _described(index: int) -> tuple[Any, Device]:
     active = active_driver()
-    target = active.get_current_target()
+    target = _target(active, index)
     properties = active.utils.get_device_properties(index)
     found = backend.current()
     return target, Device(
@@ -300,6 +300,18 @@ def _described(index: int) -> tuple[Any, Device]:
         sm_count=int(properties["multiprocessor_count"]),
         shared_memory_bytes=int(properties["max_shared_mem"]),
     )
+
+
+def _target(active: Any, index: int) -> Any:
+    """Return the target of a device; Triton has that of the current device only."""
+    current = active.get_current_device()
+    if current == index:
+        return active.get_current_target()
+    active.set_current_device(index)
+    try:
+        return active.get_current_target()
+    finally:
+        active.set_current_device(current)
 
 
 def active_driver() -> Any:

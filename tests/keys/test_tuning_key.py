@@ -166,6 +166,9 @@ def test_the_key_of_a_descriptor_does_not_depend_on_what_a_config_sets_in_it() -
     )
 
 
+PROPERTIES = {"multiprocessor_count": 132, "max_shared_mem": 232448}
+
+
 @pytest.mark.parametrize(
     ("variable", "value"), [("DISABLE_LLVM_OPT", "1"), ("PTXAS_OPTIONS", "--maxrregcount 64")]
 )
@@ -174,11 +177,10 @@ def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
 ) -> None:
     """Of a driver without a card: the switches and the hash of the back end are Triton's own."""
     target = GPUTarget("cuda", 90, 32)
-    properties = {"multiprocessor_count": 132, "max_shared_mem": 232448}
     driver = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_target=lambda: target,
-        utils=SimpleNamespace(get_device_properties=lambda index: properties),
+        utils=SimpleNamespace(get_device_properties=lambda index: PROPERTIES),
     )
     with launching_on(FakeBackend(), target.backend, active=driver):
         first, again = key_module.detect(0), key_module.detect(0)
@@ -188,6 +190,23 @@ def test_a_switch_that_changes_the_code_is_in_the_key_also_after_the_first_miss(
     key_module._detected.cache_clear()
     assert first is again
     assert (changed[0], changed[1] == first[1]) == (first[0], False)
+
+
+def test_each_of_two_kinds_of_cards_has_its_own_target() -> None:
+    targets, current = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)], [0]
+    driver = SimpleNamespace(
+        get_current_device=lambda: current[0],
+        set_current_device=lambda index: current.__setitem__(0, index),
+        get_current_target=lambda: targets[current[0]],
+        utils=SimpleNamespace(get_device_properties=lambda index: PROPERTIES),
+    )
+    with launching_on(FakeBackend(), "cuda", active=driver):
+        found = [key_module._described(index) for index in (0, 1)]
+    assert [(target, device.capability) for target, device in found] == [
+        (targets[0], "80"),
+        (targets[1], "90"),
+    ]
+    assert current == [0]
 
 
 def adder(amount: float) -> JITFunction:
