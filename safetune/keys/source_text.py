@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import io
 import linecache
 import os
 import re
@@ -149,7 +150,7 @@ def source_lines(jit: Any) -> tuple[list[str], int]:
     if hasattr(jit, "raw_src"):
         return list(jit.raw_src), jit.starting_line_number
     first = jit.fn.__code__.co_firstlineno
-    return inspect.getblock(file_text(jit.fn).splitlines(keepends=True)[first - 1 :]), first
+    return inspect.getblock(io.StringIO(file_text(jit.fn)).readlines()[first - 1 :]), first
 
 
 def definition_line(jit: Any) -> int:
@@ -208,7 +209,8 @@ def is_foreign(defined: ModuleType | FunctionType) -> bool:
         name, file = defined.__module__ or "", file_of(defined)
         if file.startswith("<frozen "):
             file = defined.__globals__.get("__file__") or "built-in"
-    is_named = name.partition(".")[0] in sys.stdlib_module_names | _TOOLCHAIN
+    first = name.partition(".")[0]
+    is_named = first in sys.stdlib_module_names or first in _TOOLCHAIN
     return is_named and bool(file) and _is_installed(str(file))
 
 
@@ -336,8 +338,14 @@ def _compiles_to(node: FunctionNode, code: CodeType, before: list[ast.stmt]) -> 
 
 @functools.lru_cache(KEPT_TREES)
 def _imports_in(text: str) -> list[ast.stmt]:
-    """Return the imports in a file."""
-    imports = [node for node in walk(parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    """Return the imports of a file at module level."""
+    imports, pending = list[ast.stmt](), children(parse(text))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(node)
+        elif not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            pending += children(node)
     return [node for node in imports if getattr(node, "module", "") != "__future__"]
 
 

@@ -669,6 +669,11 @@ CALLS_OF_A_MODULE = {
     "a lambda": "import helpers\nhook = lambda args: helpers.go(args)",
     "a function": "import helpers\ndef hook(args):\n    return helpers.go(args)",
     "a module of a package": "import outer.inner\nhook = lambda args: outer.inner.go(args)",
+    "with an import of its own": "import helpers\ndef hook(args):\n    import math\n"
+    "    return math.floor(helpers.go(args))",
+    "beside an import of another": "import helpers\ndef other():\n    import args\n"
+    "def hook(args):\n    return args.get(helpers.go(args))",
+    "imported in a branch": "if True:\n    import helpers\nhook = lambda args: helpers.go(args)",
 }
 OTHER_MODULES = {
     "helpers.py": "def go(args): return 1",
@@ -710,7 +715,7 @@ def test_a_file_that_was_changed_since_is_not_the_text_of_its_functions(tmp_path
 
 
 def test_the_location_is_kept_but_not_in_the_digest(load: Load) -> None:
-    module = load("\n\n@jit\ndef kernel(x):\n    tl.store(x, 1)\n")
+    module = load("\n# \f \x1c\n@jit\ndef kernel(x):\n    tl.store(x, 1)\n")
     identity = kernel_identity(module.kernel)
     assert (identity.file, identity.line) == (module.__file__, 6)
     assert identity.source.startswith("def kernel(x):")
