@@ -140,7 +140,7 @@ def files_state(files: Iterable[Path]) -> list[Any]:
 
     A file's modification time can be set to any value, but its inode's change time cannot.
     """
-    states = [(str(file), file.stat()) for file in files]
+    states = [(str(file), file.stat()) for file in files if file.is_file()]
     return [
         [file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
         for file, state in states

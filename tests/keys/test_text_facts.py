@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from safetune.keys.text_facts import files_state
+
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
 
@@ -191,3 +193,10 @@ def test_the_400_MB_of_triton_are_hashed_by_one_process(
     assert (first[-1], second[-1]) == ("True", "False")
     assert first[:-1] == second[:-1]
     assert first[:-1] != []
+
+
+def test_a_link_to_nowhere_has_no_state(tmp_path: Path) -> None:
+    """An editor may have one beside a file that it changes."""
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / ".#a.py").symlink_to("nowhere")
+    assert len(files_state(tmp_path.iterdir())) == 1
