@@ -34,7 +34,8 @@ _HOMES = {
 
 _classes = [each for each in vars(errors).values() if isinstance(each, type)]
 _errors = [each.__name__ for each in _classes if each.__module__ == errors.__name__]
-_NAMES = sorted([*_HOMES, *_errors, "__version__"])
+_OWN = "BackendError Busy DeviceUnavailable NoConfigs NothingToMeasure PackError TooMuchPinned"
+_NAMES = sorted({*_HOMES, *_errors, "__version__"} - {*_OWN.split()})
 
 if TYPE_CHECKING:
     from safetune.config import space as space
@@ -80,7 +81,14 @@ def _install_if_asked() -> None:
 
     from safetune.settings import installs
 
-    if installs():
+    try:
+        asked = installs()
+    except errors.InvalidSetting as error:  # the command would end with a traceback
+        from safetune.messages import warn
+
+        asked = False
+        warn(f"{error}. Triton tunes as before", errors.SettingWarning)
+    if asked:
         importlib.import_module("safetune.integrations.install").when_triton_is_imported()
 
 

@@ -130,8 +130,9 @@ class _Waiting(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "triton":
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in others)
+        others = [each for each in sys.meta_path if not isinstance(each, _Waiting)]
+        finds = [each.find_spec for each in others if hasattr(each, "find_spec")]
+        found = (find(name, path, target) for find in finds)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

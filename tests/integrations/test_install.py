@@ -448,8 +448,22 @@ class TestVariable:
         assert "SAFETUNE_INSTALL" not in child_environment()
 
     def test_a_value_that_means_nothing(self, fresh_process: FreshProcess) -> None:
-        done = fresh_process("import safetune", env={"SAFETUNE_INSTALL": "yes"}, ends=1)
-        assert "SAFETUNE_INSTALL='yes' is not valid; use one of: 0, 1" in done.stderr
+        code = "import safetune, triton; print(triton.autotune.__module__)"
+        done = fresh_process(code, env={"SAFETUNE_INSTALL": "yes"})
+        assert done.stdout.startswith("triton."), done.stderr
+        assert done.stderr.count("SAFETUNE_INSTALL='yes' is not valid; use one of: 0, 1.") == 1
+        assert "Traceback" not in done.stderr
+
+    def test_finders_that_it_asks_may_be_waiting_or_old(
+        self, library: Callable[..., Path], fresh_process: FreshProcess
+    ) -> None:
+        done = fresh_process(
+            "import importlib, sys, safetune; sys.meta_path.append(object())\n"
+            "importlib.reload(safetune); import lib; print(lib.add())",
+            cwd=library(),
+            env={"SAFETUNE_INSTALL": "1", **UNTUNED},
+        )
+        assert done.stdout.split() == [OURS], done.stderr
 
     @pytest.mark.parametrize("before", ["", "import triton\n"], ids=["before triton", "after"])
     def test_another_variable_that_means_nothing(
