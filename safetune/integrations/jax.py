@@ -18,6 +18,7 @@ from safetune.errors import InvalidSetting, NoDevice, TracingError
 from safetune.inputs.call import checked_grid
 from safetune.keys.identity import base_function
 from safetune.launch.call_shape import named_arguments
+from safetune.messages import counted
 
 #: The launch options that jax-triton passes on to Triton.
 _PASSED_ON = ("num_warps", "num_stages", "num_ctas")
@@ -184,6 +185,11 @@ def _check_aliases(
 ) -> None:
     inputs = [value for value in args if arrays.is_array(arrays.plain(value))]
     for source, target in aliases.items():
+        if source not in range(len(inputs)) or target not in range(len(outputs)):
+            raise InvalidSetting(
+                f"input_output_aliases={{{source!r}: {target!r}}} of {name} is out of range: there "
+                f"are {counted(len(inputs), 'input array')} and {counted(len(outputs), 'output')}"
+            )
         given, wanted = inputs[source], outputs[target]
         if (tuple(given.shape), given.dtype) != (tuple(wanted.shape), wanted.dtype):
             raise InvalidSetting(
