@@ -59,12 +59,13 @@ class Watch:
 
     def __init__(self, name: str = "", watchdog_s: float | None = 30.0) -> None:
         if watchdog_s is not None:
-            check_seconds("safetune.graph", watchdog_s=watchdog_s)
+            check_seconds("safetune.graph, where None turns it off,", watchdog_s=watchdog_s)
         self._name = name
         self._watchdog_s = watchdog_s
         self._capture = 0
         self._tunings = reporting.tunings.begun
-        self._watchdog = threading.Timer(watchdog_s or 0.0, self._took_too_long)
+        seconds = min(watchdog_s or 0.0, threading.TIMEOUT_MAX)
+        self._watchdog = threading.Timer(seconds, self._took_too_long)
         self._watchdog.name, self._watchdog.daemon = "safetune-watchdog", True
         self._final: CaptureReport | None = None
 

@@ -122,8 +122,11 @@ class TestExceptions:
 
     @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "30"])
     def test_a_watchdog_that_means_nothing(self, seconds: Any) -> None:
-        with pytest.raises(safetune.InvalidSetting, match="watchdog_s="):
+        with pytest.raises(safetune.InvalidSetting, match="None turns it off"):
             Watch(watchdog_s=seconds)
+
+    def test_a_watchdog_that_never_wakes(self) -> None:
+        assert Watch(watchdog_s=1e10)._watchdog.interval == threading.TIMEOUT_MAX
 
 
 class _BadEnd:
