@@ -93,7 +93,7 @@ def parse_choice(kind: type[Choice], name: str, value: str) -> Choice:
 
 
 def _parse_named(values: Mapping[str, Any], name: str, value: str) -> Any:
-    if value not in values:
+    if not isinstance(value, str) or value not in values:
         raise InvalidSetting(f"{name}={value!r} is not valid; use one of: {', '.join(values)}")
     return values[value]
 

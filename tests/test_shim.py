@@ -111,6 +111,8 @@ def test_a_mode_that_is_not_known_is_an_error(
     request.addfinalizer(lambda: safetune.configure(mode="tune"))
     with pytest.raises(safetune.InvalidSetting, match="mode='on' is not valid; use one of: tune"):
         safetune.configure(mode="on")
+    with pytest.raises(safetune.InvalidSetting, match=r"mode=\['tune'\] is not valid"):
+        safetune.configure(mode=["tune"])  # type: ignore[arg-type]
     safetune.configure(mode="frozen")
     assert settings.Settings.current().mode is settings.Mode.FROZEN
     monkeypatch.setenv("SAFETUNE_MODE", "tune")
