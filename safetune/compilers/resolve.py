@@ -94,11 +94,10 @@ class Resolved:
         """Return `fn`, for a caller that launches every plain kernel with these options.
 
         Raises:
-            TracingError: the config has other options, which that caller would lose.
+            TracingError: the config has other options or a hook, which that caller would lose.
         """
         carried = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
-        lost = {name: value for name, value in self.options().items() if carried.get(name) != value}
-        if lost:
+        if lost := self.lost([n for n, value in self.options().items() if carried.get(n) == value]):
             raise TracingError(
                 f"the config chosen for {self.kernel} has {lost}, but the caller launches a plain "
                 f"kernel with {carried}: use as_single_config_autotuner(), which keeps warps and "

@@ -277,6 +277,8 @@ class TestForTransformerEngine:
         with pytest.raises(TracingError, match=r"\{'num_warps': 8\}.*as_single_config_autotuner"):
             eight.as_plain_kernel()
         assert type(eight.as_plain_kernel(num_warps=8)) is JITFunction
+        with pytest.raises(TracingError, match="pre_hook"):
+            self.resolved(module, pre_hook=print).as_plain_kernel()
 
     def test_a_config_with_maxnreg_is_refused_where_it_would_be_lost(self, module: Any) -> None:
         with pytest.raises(TracingError, match="maxnreg"):
