@@ -30,7 +30,7 @@ Stage = Literal[
     "child processes",  # children that wait for work; at exit they go before their servers
     "tuning",  # locks of devices and of tunings under way
     "launches",  # locks and generated launch functions of every tuner
-    "background",  # the queue of background tuning, whose keys are untried again
+    "background",  # the queue of background tuning, which a fork has not
     "report",  # what `install` counts and prints
 ]
 STAGES: tuple[str, ...] = get_args(Stage)

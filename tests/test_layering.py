@@ -305,10 +305,10 @@ def test_only_a_back_end_names_its_kind_of_device() -> None:
 #: What Triton may change in any version. Only modules named `triton_...` name it.
 INTERNALS = frozenset(
     """
-    _active _allocator _bench _do_compile _profile_allocator HookChain NullAllocator
+    _active _allocator _bench _do_compile HookChain NullAllocator
     add_stages_inspection_hook arg_annotations base_knobs create_binder device_caches gsan_enabled
     get_cache_invalidating_env_vars instrumentation_mode kernel_signature launch_cooperative_grid
-    launch_enter_hook launch_pdl make_backend packed_metadata pre_run_hooks triton_key unload_module
+    launch_enter_hook launch_pdl make_backend packed_metadata pre_run_hooks triton_key
     used_global_vals
     """.split()  # noqa: SIM905
 )
@@ -316,7 +316,6 @@ INTERNALS = frozenset(
 #: Why a module may name some of them all the same.
 NAMES_INTERNALS = {
     "safetune.frontend.autotuner": {"_bench"},  # has one of its own, in front of Triton's
-    "safetune.integrations.graph": {"unload_module"},  # of the object that triton_internals gives
     "safetune.integrations.shadow_tuner": {"_bench"},  # wraps what triton_internals then replaces
     "safetune.miss.resolve": {"_bench"},  # inherited from triton.autotune's class
 }

@@ -39,8 +39,11 @@ class Bytes:
         return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 3}
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception), self._context():  # after an error it frees nothing
-            self._free(self.address)
+        try:  # contextlib may be gone at the interpreter's end
+            with self._context():
+                self._free(self.address)
+        except Exception:  # after an error it frees nothing
+            pass
 
 
 def allocated(driver: Driver, index: int, size: int, pinned: bool = False) -> Bytes:

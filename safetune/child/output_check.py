@@ -316,9 +316,12 @@ class OutputCheck:
         return float(_compare().typical_size(self.arguments.tensors[index]))
 
     def _differs(self, index: int, found: Difference, what: str = "") -> str:
-        size = f"{found.excess:.3g} times its typical size"
-        how = size if found.elements else "a few units in the last place"
-        return f"{self.names[index]} differs{what} by {how}"
+        how = "within the tolerance, but by more than a few units in the last place"
+        if found.elements:
+            how = "beyond any tolerance (zeros, NaN or infinities)"
+            if math.isfinite(found.excess):
+                how = f"by {found.excess:.3g} times its typical size more than the tolerance"
+        return f"{self.names[index]} differs{what} {how}"
 
     def _others(self, group: Group) -> Iterator[tuple[int, Copy]]:
         """Yield (index, the group's block) of the compared tensors whose block is not the same."""

@@ -32,6 +32,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored one outlives exec
     # Core files of children would be as large as the device's memory, in the program's directory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for module in json.loads(sys.argv[3]):

@@ -49,9 +49,8 @@ _RANK_VARIABLE = re.compile(
 _BOOTSTRAP = """
 import sys
 sys.path[:] = filter(None, sys.path)
-import io
 import json
-version, sys.path[:] = json.load(sys.stdin)
+version, sys.path[:] = json.loads(sys.stdin.readline())
 if sys.version != version:
     sys.exit(f"{sys.executable} is Python {sys.version}, and the program runs on {version}")
 from safetune.child.server_main import main
@@ -241,7 +240,7 @@ class ForkServer:
                 )
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError), self._process.stdin as settings:
-                settings.write(json.dumps([sys.version, search_path()]).encode())
+                settings.write(json.dumps([sys.version, search_path()]).encode() + b"\n")
             ours.pop_all()
         self._control, self._output = control, output
         self._ready, self._interpret = False, os.environ.get("TRITON_INTERPRET")

@@ -46,25 +46,26 @@ class MeasuringChild:
         """Start the child while others compile; the first job waits for it."""
         coming: Future[Child] = Future()
         # The tuning may be over, and its files closed, before the child is ready.
-        fds = tuple(map(os.dup, self.fds))
-
-        def close() -> None:
-            for fd in fds:
-                os.close(fd)
+        with contextlib.ExitStack() as opened:
+            fds = []
+            for fd in map(os.dup, self.fds):
+                opened.callback(os.close, fd)
+                fds.append(fd)
+            copies = opened.pop_all()
 
         def prepare() -> None:
             try:
-                coming.set_result(self._prepared(fds))
+                coming.set_result(self._prepared(tuple(fds)))
             except BaseException as error:
                 coming.set_exception(error)
             finally:
-                close()
+                copies.close()
 
         thread = threading.Thread(target=prepare, name="safetune-measuring-child", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started; the first job starts the child
-            close()
+            copies.close()
         else:
             self._coming = coming
 

@@ -224,7 +224,9 @@ _worker = _Worker()
 def _start_over() -> None:
     """Start over in a fork, which lacks the thread: keys that were queued keep their fallback."""
     global _worker
-    _worker = _Worker()
+    waiting, _worker = _worker.jobs[1:], _Worker()
+    for job in waiting:  # the first may run: its children are the parent's
+        job.bench.close()
 
 
 forks.register("background", after_in_child=_start_over, at_exit=lambda: _worker.stop())

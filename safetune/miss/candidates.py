@@ -114,8 +114,11 @@ def _chosen_elsewhere(
         if far is not None and config not in broken:
             is_foreign, created = source.toolchain != toolchain, source.choice.created
             usable.append((source.call != call, is_foreign, far, -created, config, source))
-    for *_, config, source in sorted(usable, key=itemgetter(0, 1, 2, 3)):
-        yield config, f"the choice for {describe_call(source.call)}{_origin(request, source)}"
+    for is_other, is_foreign, *_, config, source in sorted(usable, key=itemgetter(0, 1, 2, 3)):
+        what = "its choice" if is_foreign else "its choice from another list of configs"
+        if is_other:
+            what = f"the choice for {describe_call(source.call)}"
+        yield config, f"{what}{_origin(request, source)}"
 
 
 def _origin(request: TuningRequest, source: RelatedChoice) -> str:

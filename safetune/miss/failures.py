@@ -165,7 +165,10 @@ def none_works(
         if error.first is not None and nobody_answers(request, error):
             return fall_back(state, request, error.first, error)
     if len(request.grids.failures) < len(request.configs):  # something was measured
-        state.hopeless = Hopeless(error, _call_of(request), state.hopeless)
+        before = state.hopeless
+        if before is not None and before.declared != request.declared:
+            before = None
+        state.hopeless = Hopeless(error, request.scopes.call, request.declared, before)
     raise error
 
 
@@ -195,22 +198,18 @@ def add_note(error: BaseException, text: str) -> None:
         warn_once(text, TuningWarning)
 
 
-def _call_of(request: TuningRequest) -> tuple[str, str]:
-    return request.scopes.call, request.declared
-
-
 class Hopeless:
-    """The calls of a key for which no config works: the last error, and the next attempt.
+    """The calls of a key for which no config of a list works: the last error, the next attempt.
 
     The first different call is tuned at once, because the caller may have corrected a mistake. If
     no config works for that one either, the next is tried after a while, not at each step.
     """
 
     def __init__(
-        self, error: NoWorkingConfig, call: tuple[str, str], before: Hopeless | None
+        self, error: NoWorkingConfig, call: str, declared: str, before: Hopeless | None
     ) -> None:
-        #: Each with the list of configs that was tried.
-        self.calls: set[tuple[str, str]] = {call, *(before.calls if before else ())}
+        self.calls: set[str] = {call, *(before.calls if before else ())}
+        self.declared = declared
         self._error = without_frames(error)
         self._delay_s: float = before._delay_s if before else 0.0
         if before and call not in before.calls:
@@ -224,9 +223,11 @@ class Hopeless:
         Looks up the call's failures in the store, which may have been cleared; not at each step if
         the first config is launched anyway.
         """
+        if request.declared != self.declared:
+            return None  # nothing is known of this list
         error = without_frames(self._error)
         error.measured = 0
-        if _call_of(request) in self.calls:
+        if request.scopes.call in self.calls:
             return error if error.first is not None and clock() < self._same_s else None
         left_s = self._others_s - clock()
         if left_s <= 0:

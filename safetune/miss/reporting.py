@@ -110,11 +110,6 @@ class Tally:
         """The number of configs that failed."""
         return len(self._failed)
 
-    @property
-    def steps(self) -> tuple[object, ...]:
-        """A value that changes with every event."""
-        return id(self), self.done, self._step, self._phases and self._phases.entered
-
     def how_far(self) -> HowFar:
         """Return the progress of a launch's tuning."""
         seconds, key = self._clock() - self.begun, self.request.key

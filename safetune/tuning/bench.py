@@ -78,7 +78,7 @@ class LaunchBench:
     """
 
     #: Whether the tuning waits for its turn without the caller's arguments, and goes on beside the
-    #: program's work, which is noted of each measurement.
+    #: program's work.
     _queued = False
 
     def __init__(self, request: TuningRequest, phases: Phases | None = None) -> None:

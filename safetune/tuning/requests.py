@@ -211,8 +211,7 @@ class Phases:
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._seconds = clock, dict[str, float]()
-        #: The phase that is open now, and how many were opened.
-        self.name, self.entered = name, 0
+        self.name = name  # of the phase that is open now
         self._since = clock()
 
     @contextlib.contextmanager
@@ -228,7 +227,7 @@ class Phases:
         """Open a phase, which closes the current one; return the name of the closed phase."""
         outer, now = self.name, self._clock()
         self._seconds[outer] = self._seconds.get(outer, 0.0) + now - self._since
-        self.name, self._since, self.entered = name, now, self.entered + 1
+        self.name, self._since = name, now
         return outer
 
     def seconds(self) -> dict[str, float]:

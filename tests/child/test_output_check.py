@@ -182,7 +182,8 @@ class TestResults:
         assert trial.run(double).group == 0
         other = trial.run(lambda out, x: out.copy_(2 * x + 1))
         assert other.group == 2
-        assert re.fullmatch(r"out differs by [\d.]+ times its typical size", other.difference)
+        said = r"out differs by [\d.]+ times its typical size more than the tolerance"
+        assert re.fullmatch(said, other.difference)
         trial.fresh()
         assert trial.run(lambda out, x: out.copy_(2 * x + 1)).group == 2
 
@@ -195,7 +196,9 @@ class TestResults:
 
         trial.run(lambda out, x, part: fill(part, 1.0, out, x))
         other = trial.run(lambda out, x, part: fill(part, 1.001, out, x))
-        assert other.difference == "part differs by a few units in the last place"
+        assert other.difference == (
+            "part differs within the tolerance, but by more than a few units in the last place"
+        )
 
     def test_another_child_makes_a_result_again_to_compare_with(self, trial: Trial) -> None:
         """Only where they differ: the same bits are known by their checksum."""
@@ -458,8 +461,15 @@ class TestReference:
     def test_a_result_that_differs_from_the_reference_is_wrong(self, trial: Trial) -> None:
         trial.check.expect({"out": 2 * trial.arguments.tensors[1]}, "reference=")
         assert trial.run(double).group == 0
-        with pytest.raises(WrongResult, match="out differs from the reference by 0"):
-            trial.run(lambda out, x: out.copy_(2 * x + 0.5))
+        for wrong, how in (
+            (
+                lambda out, x: out.copy_(2 * x + 0.5),
+                r"by 0\.\d+ times its typical size more than the tolerance",
+            ),
+            (lambda out, x: out.zero_(), r"beyond any tolerance \(zeros, NaN or infinities\)"),
+        ):
+            with pytest.raises(WrongResult, match=f"^out differs from the reference {how}$"):
+                trial.run(wrong)
 
     @pytest.mark.parametrize(
         ("expected", "message"),

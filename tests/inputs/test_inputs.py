@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from safetune import InvalidSetting, safetune, triton_internals
 from safetune.errors import StoreWarning
+from safetune.messages import warn_once
 from tests.conftest import stop_servers
 
 N = 100
@@ -148,6 +149,7 @@ class TestCopies:
         kernel = safetune(configs=blocks(16, 32, pre_hook=hook), key=["n"])(copy_kernel)
         before = numbers.clone()
         src, dst = torch.view_as_real(numbers).flatten(), torch.zeros(2 * N)
+        warn_once.cache_clear()  # another test of this process may have had it
         with pytest.warns(StoreWarning, match="pre_hook"):  # one over a tensor has no identity
             kernel[grid](dst, src, 2 * N)
         assert torch.equal(dst, src)

@@ -97,6 +97,18 @@ print(trials(), run(tuner(None, None), 99))
         lines = program(self.SCRIPT, kind, tmp_path / "fifo")
         assert lines == ["the program's own", "[('not_judged', '')] []"], "of the first config"
 
+    def test_a_program_that_ignores_the_end_of_its_children(self, program: Any) -> None:
+        """What it ignores its server would ignore too, and could wait for no child."""
+        lines = program("""
+def dies(arguments):
+    if os.getpid() != caller:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print(run(tuner(None, dies)), sorted(trials()))
+""")
+        assert lines == ["[] [('died', 'SIGSEGV'), ('ok', '')]"]
+
     def test_one_raises_while_the_store_is_used(self, tmp_path: Path) -> None:
         def deadline(number: int, frame: Any) -> None:
             raise OSError("the program's own")

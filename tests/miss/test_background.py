@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +336,19 @@ def test_descriptors_are_given_back(copies: Any) -> None:
     assert memory_files() <= before + 1, "the last one may be about to be closed"
 
 
-def memory_files() -> int:
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+def test_a_fork_keeps_no_copies_of_queued_calls(copies: Any, gate: Gate) -> None:
+    made = copies(gate.hook(), None)
+    assert [made(n) for n in (100, 99, 98)] == [16, 16, 16]
+    waiting = [fd for job in background._worker.jobs[1:] for fd in job.bench._child.fds]
+    assert memory_files(waiting) == 2
+    if (pid := os.fork()) == 0:
+        os._exit(memory_files(waiting))
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def memory_files(among: Iterable[object] | None = None) -> int:
+    fds = os.listdir("/proc/self/fd") if among is None else among
+    links = [f"/proc/self/fd/{fd}" for fd in fds]
     return sum("safetune-arguments" in os.readlink(x) for x in links if os.path.lexists(x))
 
 

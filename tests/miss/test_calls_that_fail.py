@@ -327,7 +327,8 @@ class TestTheFirstConfig:
 
     def test_a_corrected_list_is_tried_at_once(self, log: Path) -> None:
         kernel = Shifted(log, 128, 256)
-        for _ in range(2):
+        for blocks in ((128, 256), (128, 256), (512, 1024)):
+            kernel.tuner.configs[:] = [triton.Config({"BLOCK": block}) for block in blocks]
             with pytest.raises(Exception, match="AssertionError"):
                 kernel(limit=64)
         kernel.tuner.configs[:] = [triton.Config({"BLOCK": block}) for block in (16, 32)]

@@ -74,7 +74,7 @@ class TestTheOrder:
         path = packed(copies(blocks=(32, 64, 128)), 32)
         packed(made, 64, toolchain=OTHER)
         assert made() == 32
-        assert lines()[0].endswith(f": the choice for n=100 (float32) (from {path})")
+        assert lines()[0].endswith(f": its choice from another list of configs (from {path})")
 
     def test_third_is_a_choice_of_another_triton(
         self, copies: Any, packed: Any, lines: Any
@@ -84,8 +84,7 @@ class TestTheOrder:
         packed(made, 32, n=101)
         assert made() == 64
         assert lines()[0].endswith(
-            ": the choice for n=100 (float32) (made by another toolchain, with Triton 3.0.0, "
-            f"from {path})"
+            f": its choice (made by another toolchain, with Triton 3.0.0, from {path})"
         )
 
     def test_fourth_is_the_choice_of_the_nearest_key(
