@@ -25,7 +25,7 @@ from safetune.messages import logger
 
 Stage = Literal[
     "database",  # connections to SQLite are closed before a fork, and opened again after it
-    "shared store",  # the thread, the descriptors and the unsent records are the parent's
+    "shared store",  # the threads that pull are the parent's
     "fork servers",
     "child processes",  # children that wait for work; at exit they go before their servers
     "tuning",  # locks of devices and of tunings under way

@@ -35,7 +35,7 @@ def sync(group: Any = None) -> int:
     """Read the choices of other processes, and launch rank 0's config for each key.
 
     Call it in every process at the same point, before training and whenever choices may change. It
-    updates the local store from the shared one (SAFETUNE_SHARED) within two seconds, and switches
+    updates the local store from the shared one (SAFETUNE_SHARED) within five seconds, and switches
     each key of this process to its newest choice, also from background tunings. If
     torch.distributed is initialised, all ranks of the group then launch rank 0's config, choice or
     fallback, for the same key on the same kind of device until the next call. Keys that rank 0

@@ -29,7 +29,7 @@ from safetune.store.local.rows import RecordError
 
 #: How long a use of a database waits for another process that has locked it, in seconds. Less where
 #: SAFETUNE_WAIT is less, but never under the second one: a transaction of another process is short.
-BUSY_TIMEOUT_S = 30.0
+BUSY_TIMEOUT_S = 5.0
 _LEAST_TIMEOUT_S = 1.0
 
 #: How long a fork waits for a statement of another thread before it leaves the connection open.

@@ -158,11 +158,13 @@ def locate(
 
     name = f"safetune-{os.getuid()}-{encoding.digest(str(cache))[:16]}"
     directory = Path(tempfile.gettempdir()) / name
-    if settings.shared or not (writes or cache.exists()):
+    if settings.shared:
         return Location(directory, network)
     with contextlib.suppress(OSError, StoreError):  # the shared store says what is wrong
         if writes:
             make_directory(cache / DATABASE_NAME)
+        elif not cache.exists():
+            return Location(directory, network)
     return Location(directory, network, choices=cache)
 
 

@@ -106,8 +106,8 @@ def _byte(name: str) -> int:
 def locked(database: Path | None, names: Iterable[str]) -> set[str]:
     """Return the names locked by any process now; empty if that cannot be determined."""
     found: set[str] = set()
-    if database is not None and _path(database).exists():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if database is not None and _path(database).exists():
             for name in names:
                 if lock := try_lock(database, name):
                     lock.release()

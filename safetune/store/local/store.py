@@ -87,7 +87,7 @@ class Store:
         """Open `safetune.db` in `directory`, creating both if they are missing.
 
         Args:
-            wait_s: the total for all waits of this process.
+            wait_s: SAFETUNE_WAIT.
         """
         store = cls(Connection(Path(directory) / db_files.DATABASE_NAME, wait_s))
         store.connection.open()

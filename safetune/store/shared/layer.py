@@ -13,14 +13,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetune import forks
 from safetune.errors import StoreError, StoreWarning
 from safetune.messages import logger, warn
 from safetune.store.local import locks
+from safetune.store.local.connection import Connection
 from safetune.store.local.rows import OWN
 from safetune.store.shared import local_copy
 from safetune.store.shared.protocol import (
@@ -34,7 +34,6 @@ from safetune.store.shared.protocol import (
 from safetune.store.shared.puller import Puller
 
 if TYPE_CHECKING:
-    from safetune.store.local.connection import Connection
     from safetune.store.records import ChoiceRecord, StoredChoice
 
 Result = TypeVar("Result")
@@ -64,6 +63,8 @@ class SharedLayer:
                 it.
         """
         self._backend, self._local = backend, local
+        if writes and local.path is not None:  # its waits hold up neither readers nor an answer
+            self._local = Connection(local.path, wait_s=0.0)
         self._name, self._origin = f"the shared store {backend.location}", backend.identity
         self._writes = writes
         self._clock = clock
@@ -71,25 +72,27 @@ class SharedLayer:
         self._pullers: dict[str, Puller] = {}
         self._starting = forks.lock()
         self._away_until = 0.0
+        self._lost: Future[Any] | None = None  # a question that was not answered in time
         self._warned: set[str] = set()
         forks.register("shared store", after_in_child=self._start_over)
 
     def _start_over(self) -> None:
         """Forget the parent's threads, in a forked child."""
-        self._pullers, self._away_until = {}, 0.0
+        self._pullers, self._away_until, self._lost = {}, 0.0, None
 
     @property
     def is_on(self) -> bool:
         """Whether the store is in use now."""
-        return self._clock() >= self._away_until
+        is_lost = self._lost is not None and not self._lost.done()
+        return self._clock() >= self._away_until and not is_lost
 
     def refresh(self, space: str) -> None:
         """Pull a namespace from now on. The first miss waits for the first pull."""
         self.puller(space).wait()
 
     def pull(self, space: str) -> None:
-        """Update the local store from a namespace now."""
-        self._ask(lambda store: self._copy(store, space), False)
+        """Update the local store from a namespace now; one that takes long may go on after."""
+        self._ask(lambda store: self._copy(store, space), False, is_short=False)
 
     def choice(self, key: str, declared: str) -> ChoiceRecord | None:
         """Return a pulled choice that is not in the local store."""
@@ -121,9 +124,10 @@ class SharedLayer:
         return found[0] if found else stored
 
     def close(self) -> None:
-        """Stop pulling; the store may still be asked."""
+        """Stop pulling, and close the connection to the local store."""
         for puller in tuple(self._pullers.values()):
             puller.stop()
+        self._local.close()
 
     def puller(self, space: str) -> Puller:
         """Return what pulls a namespace, from now on."""
@@ -134,10 +138,13 @@ class SharedLayer:
                 self._pullers[space] = Puller(lambda: self._pull(space), database, name)
             return self._pullers[space]
 
-    def _ask(self, work: Callable[[SharedStore], Result], otherwise: Result) -> Result:
+    def _ask(
+        self, work: Callable[[SharedStore], Result], otherwise: Result, is_short: bool = True
+    ) -> Result:
         """Have a thread ask the store, and return `otherwise` where it is away.
 
-        A thread that never returns, for example from a dead NFS mount, is abandoned.
+        A thread that never returns, for example from a dead NFS mount, is abandoned; until it does,
+        the store counts as away if the question `is_short`.
         """
         if not self.is_on:
             return otherwise
@@ -151,12 +158,19 @@ class SharedLayer:
 
         try:
             threading.Thread(target=ask, name="safetune-shared", daemon=True).start()
-            return answer.result(ANSWER_S)
-        except Unwritable as error:
-            self._tell_unwritable(error)
-        except StoreError as error:
-            self._stop(str(error))
-        except (FutureTimeoutError, RuntimeError):  # also if no thread can start, as at exit
+        except RuntimeError as error:  # as at exit
+            self._stop(f"cannot ask {self._name}: {error}")
+            return otherwise
+        wait([answer], ANSWER_S)
+        if answer.done():
+            try:
+                return answer.result()
+            except Unwritable as error:
+                self._tell_unwritable(error)
+            except StoreError as error:
+                self._stop(str(error))
+        elif is_short:
+            self._lost = answer
             self._stop(f"{self._name} does not answer in time")
         return otherwise
 
@@ -192,7 +206,7 @@ class SharedLayer:
         except StoreError as error:
             self._stop(str(error))
             raise
-        self._away_until = 0.0
+        self._away_until, self._lost = 0.0, None
         return found_news
 
     def _copy(self, store: SharedStore, space: str) -> bool:

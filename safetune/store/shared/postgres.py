@@ -34,7 +34,7 @@ from safetune.store.shared.protocol import (
 )
 
 #: For what neither the URL nor a PG* variable sets: notice within seconds that a server is gone.
-_DEFAULTS = {"connect_timeout": "2", "fallback_application_name": "safetune"}
+_DEFAULTS = {"connect_timeout": "4", "fallback_application_name": "safetune"}
 _DEFAULTS |= {"keepalives_idle": "5", "keepalives_interval": "2", "keepalives_count": "2"}
 _DEFAULTS |= {"tcp_user_timeout": "5000"}
 
@@ -52,7 +52,7 @@ _PAUSES_S = (0.1, 0.5)
 
 _TIMEOUT = "SET LOCAL statement_timeout = 5000"  # milliseconds
 
-#: Records are fetched in groups of this many.
+#: Records are fetched, and written in one transaction, in groups of this many.
 _TOGETHER = 200
 
 _UNWRITABLE = (
@@ -189,8 +189,11 @@ class Postgres:
     def publish(self, namespace: str, records: Iterable[StoredChoice]) -> list[StoredChoice]:
         records = list(records)
         wanted = {name_of(record): record for record in records}
-        with self.writing() as connection:  # in one order on all nodes, as each row is locked
-            found = {n: _publish(connection, namespace, wanted[n]) for n in sorted(wanted)}
+        listed, found = sorted(wanted), {}  # in one order on all nodes, as each row is locked
+        for start in range(0, len(listed), _TOGETHER):
+            with self.writing() as connection:
+                for name in listed[start : start + _TOGETHER]:
+                    found[name] = _publish(connection, namespace, wanted[name])
         return [found[name_of(record)] for record in records]
 
     def lease(self, key: str, node: str) -> Lease | None:

@@ -84,15 +84,15 @@ class Puller:
 
     def _take_turn(self, last_s: float) -> float:
         """Pull if it is this process's turn; return how long to pause, after `last_s`."""
-        if not self._leads():
-            return self._follow()
         try:
+            if not self._leads():
+                return self._follow()
             found_news = self._pull()
+            self._end_first()
         except Exception as error:  # also a warning that the program has made an error
             logger.info("%s", error)
             self._ended.set()
             return PAUSES_S[1]
-        self._end_first()
         first_s, most_s = PAUSES_S
         return first_s if found_news else min(max(first_s, 2 * last_s), most_s)
 

@@ -144,6 +144,21 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Settings:
     return Settings.current()
 
 
+def test_a_mount_that_cannot_be_looked_at_is_the_shared_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In frozen mode: the shared store warns of it, and no launch fails."""
+
+    def exists(_: Path) -> bool:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        settings = settings_of(patched, tmp_path / "mount")
+        patched.setattr(Path, "exists", exists)
+        found = locate(settings, lambda _: "NFS", writes=False)
+    assert found.choices == tmp_path / "mount"
+
+
 @pytest.mark.parametrize(
     ("number", "name"),
     [

@@ -196,7 +196,7 @@ def full() -> Iterator[Full]:
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[GuardedStore]:
     """A node's own store."""
-    opened = GuardedStore.open(tmp_path / "node", wait_s=0.0)
+    opened = GuardedStore.open(tmp_path / "node")
     yield opened
     opened.close()
 

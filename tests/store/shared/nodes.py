@@ -59,6 +59,7 @@ def process(node: int, home: Path, wait_s: float, url: str, commands: Any, answe
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: gone with the launcher
     layer.ANSWER_S = puller.FIRST_S = postgres.FULL_FOR_S = wait_s
+    postgres._DEFAULTS["connect_timeout"] = str(int(wait_s))
     os.environ.update(HOME=str(home), SAFETUNE_CACHE_DIR=str(home / "cache"), SAFETUNE_SHARED=url)
     while (numbers := commands.recv()) is not None:
         begin = time.monotonic()

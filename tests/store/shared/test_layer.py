@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from safetune.store.local import connection
 from safetune.store.lookup import GuardedStore, Lookup
 from safetune.store.shared.layer import RETRY_S, SharedLayer
 from safetune.store.shared.opening import open_shared
@@ -101,12 +102,16 @@ class Dead:
     def __init__(self, store: SharedStore, back: threading.Event) -> None:
         self._store, self._back = store, back
         self.location, self.identity = store.location, store.identity
+        self.asked = 0
+        self.when_asked: Callable[[], object] = lambda: None
 
     def again(self) -> Dead:
         return self
 
     def __getattr__(self, name: str) -> Any:
         if name != "close":
+            self.asked += 1
+            self.when_asked()
             self._back.wait()
         return getattr(self._store, name)
 
@@ -156,9 +161,45 @@ class TestBroken:
         assert "does not answer in time" in told
         clock.leapt_s += RETRY_S
         assert everything(layer) == []
+        assert dead.asked <= 2, "the puller's and one more: a further one would be lost, too"
         back.set()
         until(lambda: layer.puller(SPACE).is_complete and layer.is_on)
         assert layer.publish(SPACE, stored(5)) == stored(5)
+
+    def test_what_a_signal_handler_raises_during_a_wait_is_the_programs(
+        self, layer_of: MakeLayer, tmp_path: Path
+    ) -> None:
+        back = threading.Event()
+        dead = Dead(open_shared(f"file://{tmp_path}/shared"), back)
+        layer = layer_of(dead)
+
+        def too_long(*_: object) -> None:
+            raise TimeoutError("the program's own limit")
+
+        before = signal.signal(signal.SIGUSR1, too_long)
+        dead.when_asked = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+        try:
+            with pytest.raises(TimeoutError, match="the program's own limit"):
+                layer.publish(SPACE, stored(0))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            back.set()
+        assert layer.is_on
+
+    def test_a_pull_that_takes_long_does_not_turn_the_store_off(
+        self, layer_of: MakeLayer, local: GuardedStore, tmp_path: Path, patience: Patience
+    ) -> None:
+        """As the first one of many choices: it goes on while the program does."""
+        (tmp_path / "shared").mkdir()
+        shared = open_shared(f"file://{tmp_path}/shared")
+        shared.publish(SPACE, [stored(0)])
+        patience(IMPATIENT_S)
+        back = threading.Event()
+        layer = layer_of(Dead(shared, back))
+        layer.pull(SPACE)
+        assert layer.is_on
+        back.set()
+        until(lambda: local.choice(key(0).digest) == choice(0))
 
     def test_a_server_whose_disk_is_full_is_read_on(
         self, database: str, layer_of: MakeLayer, local: GuardedStore
@@ -247,16 +288,26 @@ class TestExchange:
             assert key(2).digest not in {name.key for name in open_shared(url).names(SPACE)}
 
     def test_a_local_store_that_another_process_locks_costs_no_warning(
-        self, url: str, layer_of: MakeLayer, local: GuardedStore
+        self,
+        url: str,
+        layer_of: MakeLayer,
+        tmp_path: Path,
+        patience: Patience,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """What is pulled is in memory, and the next pull after the lock is gone writes it."""
-        open_shared(url).publish(SPACE, [stored(1)])
+        monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 40.0)
+        patience(20.0)
+        local = GuardedStore.open(tmp_path / "node")
+        open_shared(url).publish(SPACE, [stored(1), stored(2)])
         tuned(local, 0)
-        layer = layer_of(url)
+        layer = layer_of(url, local)
         other = sqlite3.connect(local.path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            assert layer.publish(SPACE, stored(2, 128)) == stored(2), "the first one wins"
+            assert layer.claim(SPACE, key(2).digest, LIST, force=False).stored == stored(2)
             found = [Lookup(local).find(key(number), LIST) for number in range(2)]
         assert found == [choice(0), choice(1)]
         assert not said
@@ -265,6 +316,7 @@ class TestExchange:
         assert local.choice(key(1).digest) is None
         layer.pull(SPACE)
         assert local.choice(key(1).digest) == choice(1)
+        local.close()
 
 
 def test_a_lease_is_released_when_the_process_ends(

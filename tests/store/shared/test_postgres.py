@@ -280,7 +280,7 @@ class TestConnecting:
         monkeypatch.delenv("PGAPPNAME")
         with connect(database) as connection:
             assert connection.info.parameter_status("application_name") == "safetune"
-            assert connection.info.get_parameters()["connect_timeout"] == "2"
+            assert connection.info.get_parameters()["connect_timeout"] == "4"
         monkeypatch.setenv("PGCONNECT_TIMEOUT", "7")
         with connect(database) as connection:
             assert connection.info.get_parameters().get("connect_timeout", "7") == "7"

@@ -382,10 +382,10 @@ def test_choices_of_other_toolchains_cost_no_query(
     for last in (1, 21):
         old_choices(local, range(last))
         statements: list[str] = []
-        with local.connection.reading() as sqlite:
+        with layer._local.reading() as sqlite:
             sqlite.set_trace_callback(statements.append)
         layer.pull(SPACE)
-        with local.connection.reading() as sqlite:
+        with layer._local.reading() as sqlite:
             sqlite.set_trace_callback(None)
         counts.append(len(statements))
     assert counts[0] == counts[1] > 0
