@@ -141,7 +141,7 @@ SETTINGS = {
     ),
     "SAFETUNE_SHARED=foo://x": (
         "shared store",
-        "fsspec has no protocol foo; did you mean s3, gs, abfs?",
+        "fsspec has no protocol foo; it has s3, gs, abfs and others",
         "correct the part of the URL before ://",
     ),
     "SAFETUNE_PACKS={tmp}/packs": ("packs", "{tmp}/packs/broken.json: it is not a pack", ""),
