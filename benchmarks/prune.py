@@ -158,7 +158,7 @@ def stored(names: Sequence[str]) -> list[Row]:
         known = store.trials_of(name)
         configs = {t.config_digest: config_words(t.config) for _, trials in known for t in trials}
         tried = {key.digest: len({t.config_digest for t in trials}) for key, trials in known}
-        for found in shortlist.measured_keys(known, {}, configs):
+        for found in shortlist.measured_keys(known, configs):
             times = {configs[c]: round(ms, 6) for c, ms in sorted(found.times.items())}
             row = {"kernel": name, "key": found.key.digest[:8], "call": found.key.call}
             words = call_words(found.key.call)

@@ -96,11 +96,11 @@ def clear(
     what = kernel or counted(len(names), "kernel")
     if keys and not yes:
         _ask(what, keys)
-    left = _left_shared(keys, forget=shared or stored.shared_directory() is not None)
     everything = only == Filter() and unused_s is None
     for name in names:
         digests = {key.digest for key in keys if key.kernel_name == name}
         store.clear(name, None if everything else digests)
+    left = _left_shared(keys, forget=shared or stored.shared_directory() is not None)
     data = {"kernel": kernel, "cleared": len(keys), "left_shared": left}
     lines = [f"cleared {counted(len(keys), 'key')} of {what}"]
     if left:

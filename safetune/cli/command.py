@@ -89,11 +89,19 @@ class Filter:
         )
 
 
-def pairs(_: click.Context, __: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
+def text_of(_: click.Context, __: click.Parameter, text: str | None) -> str:
+    """Return the text of an option, "" without the option; an empty one is a mistake."""
+    if text == "":
+        raise click.BadParameter("it is empty, as of a variable that is not set.")
+    return text or ""
+
+
+def pairs(_: click.Context, option: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
     """Return the values of an option by their names, from `NAME=VALUE`."""
     for text in texts:
         if not all(text.partition("=")):
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in N=1000")
+            form = str(option.metavar).removesuffix("...")
+            raise click.BadParameter(f"{text!r} is not {form}, as in N=1000")
     return dict(text.split("=", 1) for text in texts)
 
 
@@ -112,10 +120,13 @@ _FILTERS = {
         "--kernel", multiple=True, metavar="NAME", help="Only kernels of this name."
     ),
     "device": click.option(
-        "--device", default="", metavar="TEXT", help="Only devices with TEXT in their names."
+        "--device", metavar="TEXT", callback=text_of, help="Only devices with TEXT in their names."
     ),
     "file": click.option(
-        "--file", default="", metavar="TEXT", help="Only kernels with TEXT in their file:line."
+        "--file",
+        metavar="TEXT",
+        callback=text_of,
+        help="Only kernels with TEXT in their file:line.",
     ),
 }
 

@@ -57,6 +57,8 @@ def export(
     """
     if [directory, into, failures].count(None) != 2:
         raise click.UsageError("Give one of DIR, --into DIR and --failures FILE.")
+    if (into or directory or Path()).suffix == ".json":
+        raise click.UsageError("Give a directory: export writes a file per kernel and device.")
     if kind != tables.PACK and directory is None:
         raise click.UsageError(f"--format {kind} needs DIR.")
     if failures is not None:

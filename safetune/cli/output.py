@@ -130,7 +130,7 @@ def warnings_as_lines() -> Iterator[None]:
 def prints_to_stderr() -> Iterator[None]:
     """Send a target's output to standard error, including C libraries and processes."""
     with contextlib.ExitStack() as at_the_end:
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or not a file
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # one is closed, or no file
             if sys.stdout.fileno() == _STDOUT:
                 sys.stdout.flush()
                 own = os.dup(_STDOUT)

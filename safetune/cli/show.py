@@ -50,6 +50,8 @@ def show(
     Prints a row for each key. For a single key, or with --all, prints every config with the
     verdict, time and a bar for the speed of its last trial.
     """
+    from safetune.store.packs import exchange
+
     store = open_store()
     keys = [
         key
@@ -60,7 +62,7 @@ def show(
     check_some(kernel, store, keys)
     chosen = keys if everything else newest_sources(keys)[0]
     if page is not None:
-        page.write_text(html_page(kernel, chosen), encoding="utf-8")
+        exchange.write(page, html_page(kernel, chosen))
         echo(f"written: {page}", err=True)
         return
     blocks = decorators(chosen) if as_python else key_blocks(keys, everything)

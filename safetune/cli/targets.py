@@ -312,10 +312,10 @@ def _files_with_kernels(directory: Path) -> list[Path]:
     """The files below a directory whose text may declare workloads; no other file is run."""
     found = []
     for file in sorted(directory.rglob("*.py")):
-        is_hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
-        if (
-            not is_hidden and file.is_file()
-        ):  # an editor marks what it has open by a link to nothing
+        parts = file.relative_to(directory).parts
+        if "site-packages" in parts or any(part.startswith(".") for part in parts):
+            continue
+        if file.is_file():  # an editor marks what it has open by a link to nothing
             text = file.read_bytes()
             if b"safetune" in text and b".workload" in text:
                 found.append(file)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from safetune.cli import targets, workers
-from safetune.cli.command import ARGUMENTS, command
+from safetune.cli.command import ARGUMENTS, command, text_of
 from safetune.cli.display import TELL_S, Sweep
 from safetune.cli.emit import wants_json
 from safetune.cli.output import echo, prints_to_stderr, show_traceback
@@ -64,14 +64,23 @@ _OF_ONE_KEY = (
     "srun safetune tune my_kernels.py --shard auto",
 )
 @targets.workload_options(required=False)
-@click.option("--devices", metavar="all|0,3", help="Tune on these GPUs of this machine at once.")
+@click.option(
+    "--devices",
+    metavar="all|0,3",
+    callback=text_of,
+    help="Tune on these GPUs of this machine at once.",
+)
 @click.option(
     "--shard",
     metavar="auto|2/4",
+    callback=text_of,
     help="Tune this part of the list; `auto` takes the rank that srun or torchrun sets.",
 )
 @click.option(
-    "--ray", metavar="ADDRESS", help="Tune on all GPUs of a Ray cluster, e.g. auto; needs ray."
+    "--ray",
+    metavar="ADDRESS",
+    callback=text_of,
+    help="Tune on all GPUs of a Ray cluster, e.g. auto; needs ray.",
 )
 @click.option("--worker", hidden=True, help="As `2/4`: what --devices starts.")
 @click.option(
@@ -109,7 +118,7 @@ def tune_command(**given: Any) -> None:
     """
     options = SimpleNamespace(**given)
     if options.worker:  # it has the command line of its parent
-        options.devices = options.ray = None
+        options.devices = options.ray = ""
     _check(options)
     parent = workers.Parent(options.worker) if options.worker else None
     shard = _shard(options)
@@ -202,7 +211,7 @@ def _recorded(options: SimpleNamespace, left_out: list[LeftOut]) -> list[Planned
         stored = shares.top(stored, options.top)
     found = replay.with_kernels(stored, named, left_out)
     _prepare([kernel for _, kernel in found], options)
-    sketches = list(replay.sketches(found, None, options.force, left_out))
+    sketches = list(replay.sketches(found, options.force, left_out))
     left_out[:] = [left for left in left_out if left.failed or store.choice(left.call.key) is None]
     return sketches
 

@@ -98,7 +98,8 @@ def _devices(
             f"there are choices for {', '.join(known)}" if known else "tune first, or name packs"
         )
         names = ", ".join(dict.fromkeys(kernel.name for kernel in kernels))
-        raise TargetError(f"no key of {names} is stored for a device {name!r}: {there}")
+        on = f" for a device {name!r}" if name else ""
+        raise TargetError(f"no key of {names} is stored{on}: {there}")
     return found
 
 

@@ -39,7 +39,7 @@ def check(paths: Sequence[Path], rules: Collection[str] = RULES) -> tuple[list[F
     """Return the findings of rules under some paths, by place, and the number of tuners."""
     findings: list[Finding] = []
     tuners = 0
-    for path, tuner in _tuners(paths):
+    for path, tuner in tuners_under(paths):
         tuners += 1
         with _left_out(f"{path}:{tuner.function.lineno}: {tuner.name}"):
             found = [each for each in findings_of(tuner, str(path)) if each.rule in rules]
@@ -48,12 +48,8 @@ def check(paths: Sequence[Path], rules: Collection[str] = RULES) -> tuple[list[F
     return sorted(set(findings), key=place), tuners
 
 
-def tuners_under(paths: Sequence[Path]) -> Iterator[Tuner]:
-    """Yield the tuners under some paths."""
-    yield from (tuner for _, tuner in _tuners(paths))
-
-
-def _tuners(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
+def tuners_under(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
+    """Yield the tuners under some paths, each with its file."""
     known: Files = {}
     with warnings.catch_warnings(), backend.no_collection(), without_notes():
         warnings.simplefilter("ignore")  # of the compiler, about the text of others

@@ -63,6 +63,14 @@ class Passed:
         """Return the parameters that any launch passes."""
         return set().union(*(given for _, given in self._shown))
 
+    def is_dtype(self, name: str) -> bool:
+        """Whether a launch passes a dtype, or something derived from one, for a parameter."""
+        return any(
+            "attr='dtype'" in text
+            for launch, given in self._passing(name)
+            for text in texts_of(given[name], launch.scopes, whole=True)
+        )
+
     def flag(self, name: str, key: Sequence[str]) -> str:
         """Return why a boolean parameter can differ between equal keys, or ""."""
         constants = set[str]()

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetune.frozen import dataclass
 from safetune.keys.key_names import KernelFacts, KeyReport, NameKind, NameReport, report_of
-from safetune.keys.source_text import walk
+from safetune.keys.source_text import parameters, walk
 from safetune.lint.names import arguments
 from safetune.lint.passed import Passed
 from safetune.lint.tuners import Tuner
@@ -66,7 +66,7 @@ def _found(tuner: Tuner) -> _Found:
     lengths = dict(_lengths(facts, passed))
     if key is not None:
         report = report_of(facts, key, PhantomPolicy.DROP)
-        yield from _key_names(tuner, report)
+        yield from _key_names(tuner, report, passed)
         for name in report.missing:
             if name not in lengths and not tuner.is_single:
                 yield from _flag(tuner, name, in_key, passed)
@@ -75,13 +75,13 @@ def _found(tuner: Tuner) -> _Found:
     yield from _twice(tuner)
 
 
-def _key_names(tuner: Tuner, report: KeyReport) -> _Found:
+def _key_names(tuner: Tuner, report: KeyReport, passed: Passed) -> _Found:
     for name in report.names:
         if name.kind is NameKind.READ or name.reason.endswith("kept by keep="):
             continue
         if name.kind is NameKind.BUCKET and tuner.is_single:
             continue
-        if _stands_for_a_tensor(tuner, name):
+        if _stands_for_a_tensor(tuner, name) or _is_dtype_of_descriptors(tuner, name.name, passed):
             continue
         rule = "phantom" if name.kind is NameKind.KEPT else name.kind.value
         reason = name.reason.removesuffix("; kept").removesuffix("; dropped")
@@ -93,6 +93,17 @@ def _stands_for_a_tensor(tuner: Tuner, report: NameReport) -> bool:
     """Whether the argument that is made of a key name is a tensor, which cannot be in a key."""
     made = re.search(r"(\w+), which the key lacks", report.reason)
     return report.kind is NameKind.STAND_IN and made is not None and made[1] in tuner.tensors
+
+
+def _is_dtype_of_descriptors(tuner: Tuner, name: str, passed: Passed) -> bool:
+    """Whether a name is the dtype of tensors in descriptors, whose dtypes Triton's key lacks."""
+    accessed = {
+        node.func.value.id
+        for node in walk(tuner.function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("load", "store") and isinstance(node.func.value, ast.Name)
+    }
+    return passed.is_dtype(name) and bool(accessed.intersection(parameters(tuner.function)))
 
 
 def _in_key(tuner: Tuner, name: str) -> ast.AST:

@@ -91,11 +91,11 @@ def keep_as_recorded(calls: Iterable[RecordedCall]) -> None:
 
 
 def sketches(
-    found: Iterable[Rebuildable], device: str | None, force: bool, left_out: list[LeftOut]
+    found: Iterable[Rebuildable], force: bool, left_out: list[LeftOut]
 ) -> Iterator[Planned]:
     """Yield the plan data of each call; the tensors of only one call are in memory at a time."""
     for call, kernel in found:
-        make = functools.partial(task_of, call, kernel, device or kernel.device)
+        make = functools.partial(task_of, call, kernel, kernel.device)
         with leaving_out(call, left_out, "it cannot be tuned"):
             yield plan.sketch(make(), make, force)
 

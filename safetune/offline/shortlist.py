@@ -38,10 +38,6 @@ class Measured:
         """The time of the fastest config."""
         return min(self.times.values())
 
-    def winner(self) -> str:
-        """Return the fastest config."""
-        return min(self.times, key=self.times.__getitem__)
-
     def slowdown(self, kept: Iterable[str]) -> float:
         """Return the time of the fastest config of `kept`, relative to the best."""
         return min(self.times.get(config, math.inf) for config in kept) / self.best
@@ -201,11 +197,6 @@ def held_out(keys: Sequence[Measured], within: float, keep: int = 0) -> Cost | N
     return _total(judged)
 
 
-def wins(keys: Iterable[Measured]) -> Counter[str]:
-    """Return, for each config, the number of keys for which it is the fastest."""
-    return Counter(key.winner() for key in keys)
-
-
 def _total(judged: Sequence[float]) -> Cost:
     ratios = [ratio for ratio in judged if ratio < math.inf]
     return Cost(
@@ -217,17 +208,14 @@ def _total(judged: Sequence[float]) -> Cost:
 
 
 def of_newest(
-    stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]], name: str, digest: str = ""
+    stored: Iterable[tuple[KeyRecord, Sequence[TrialRecord]]], name: str, digest: str
 ) -> list[tuple[KeyRecord, Sequence[TrialRecord]]]:
-    """Return the keys of one version of a kernel; without a digest, of the last measured version.
+    """Return the keys of one version of a kernel.
 
     Raises:
         TargetError: no trial of this version is stored.
     """
     found = [(key, trials) for key, trials in stored if trials]
-    if not digest and found:
-        last = max(found, key=lambda each: max(trial.created for trial in each[1]))
-        digest = last[0].kernel_digest
     kept = [(key, trials) for key, trials in found if key.kernel_digest == digest]
     if not kept:
         others = f"; {len(found)} keys are of other versions" if found else ""

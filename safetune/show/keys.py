@@ -142,11 +142,7 @@ def remarks(choice: ChoiceRecord) -> str:
     return ", ".join(mark.value for mark in marks if mark.reason_in(choice.marks))
 
 
-def key_blocks(
-    keys: Sequence[StoredKey],
-    everything: bool = False,
-    names: str = "",
-) -> Iterator[Block]:
+def key_blocks(keys: Sequence[StoredKey], everything: bool, names: str = "") -> Iterator[Block]:
     """Yield a row for each key; for one key, or with `everything`, a row for each config.
 
     Args:

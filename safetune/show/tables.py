@@ -159,7 +159,7 @@ def html(blocks: Iterable[Block]) -> str:
 def _stdout_console() -> Console:
     """Return the console for standard output: as wide as the terminal, or as $COLUMNS says."""
     console = _Console(force_jupyter=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
+    if console.width and (console.is_terminal or "COLUMNS" in os.environ):
         return console
     return _Console(width=_WIDE, force_jupyter=False)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -140,7 +141,7 @@ SETTINGS = {
     ),
     "SAFETUNE_SHARED=foo://x": (
         "shared store",
-        "fsspec has no protocol foo; did you mean s3, gs, abfs?",
+        "fsspec has no protocol foo; it has s3, gs, abfs and others",
         "correct the part of the URL before ://",
     ),
     "SAFETUNE_PACKS={tmp}/packs": ("packs", "{tmp}/packs/broken.json: it is not a pack", ""),
@@ -214,6 +215,16 @@ class TestStores:
         assert check["state"] == "warn"
         assert check["found"].startswith("3 damaged rows")
         assert check["fix"].startswith("look for disk errors")
+
+    def test_a_full_disk_without_a_database(self, safetune: Any) -> None:
+        """No file may have a byte, as on a full disk."""
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            checks = found(safetune, code=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert checks["database"]["state"] == "fail"
 
     def test_each_fault_of_a_file_system_has_its_own_remedy(
         self, tuned_add: tuple[Path, Any], tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,7 @@ class TestShow:
         store.close()
 
         lines = [line.strip() for line in safetune("show", "kernel").stdout.splitlines()]
-        (shown, _) = safetune.json("show", "kernel")
+        (*_, shown) = safetune.json("show", "kernel")  # a row that is replaced is the last
 
         told = "out_of_resources with another call: needs 300 KB of shared memory"
         assert [line for line in lines if told in line] == [f"BLOCK=64: {told}"]
@@ -308,6 +309,12 @@ def test_clear_says_what_stays_in_the_shared_store(shared: str, safetune: Any) -
     )
     assert kernels(safetune.json("list")) == ["kernel"]
     assert len(safetune.json("list", "--shared")) == 3
+
+
+def test_clear_deletes_here_when_the_shared_store_is_away(shared: str, safetune: Any) -> None:
+    shutil.rmtree(shared.removeprefix("file://"))
+    assert safetune.error("clear", "add_one", "--yes").startswith("Error: the shared store")
+    assert kernels(safetune.json("list")) == ["kernel"]
 
 
 def test_clear_deletes_there_what_this_node_never_had(shared: str, safetune: Any) -> None:

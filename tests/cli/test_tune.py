@@ -70,12 +70,14 @@ class TestTargets:
     ) -> None:
         """No other file is run; a file of a package is its module, with relative imports."""
         package = tmp_path / "project" / "tuned_package"
-        for folder in ("", "inner", ".hidden"):
+        for folder in ("", "inner", ".hidden", "venv/lib/site-packages"):
             (package / folder).mkdir(parents=True, exist_ok=True)
         text = Path(add).read_text()
         (package / "__init__.py").write_text("")
         (package / "shapes.py").write_text("raise SystemExit('nothing imports it')\n")
-        (package / ".hidden" / "kernels.py").write_text("raise SystemExit(1)  # safetune .workload")
+        for skipped in (".hidden", "venv/lib/site-packages"):
+            file = package / skipped / "kernels.py"
+            file.write_text("raise SystemExit(1)  # safetune .workload")
         (package / "names.py").write_text("ONE = 1\n")
         (package / "kernels.py").write_text(
             text.replace("import os", "import os\nfrom .names import ONE", 1)

@@ -115,6 +115,12 @@ def test_every_key_and_config_is_one_row_of_a_terminal(
         assert "ms" in row or row.rstrip().endswith("out_of_resources"), "neither is dropped"
 
 
+def test_a_terminal_of_no_columns_is_none(safetune: Any) -> None:
+    shown = safetune("list").stdout
+    safetune.set(COLUMNS=0)
+    assert safetune("list").stdout == shown
+
+
 def test_sources_that_were_tuned_earlier_are_folded(safetune: Any, cache_dir: Path) -> None:
     """One key of an older source, whose configs and times are those of a key of the newer one."""
     whole = safetune("list").stdout, safetune("show", "chunk_fwd_kernel").stdout

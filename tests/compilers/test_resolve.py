@@ -194,7 +194,7 @@ class TestResolve:
                 tuner.resolve(abstract(100, "float16"), abstract(100, "float16"), 100, **given)
             (call,) = open_lookup(Settings.current()).store.calls()
             left_out: list[LeftOut] = []
-            found = [*sketches(with_kernels([call], [], left_out), "cpu", False, left_out)]
+            found = [*sketches(with_kernels([call], [], left_out), False, left_out)]
             said = [each.reason for each in left_out]
             assert said == ([] if given else ["it was resolved without a grid"])
         (sketch,) = found

@@ -323,7 +323,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
     (call,) = lookup_now().store.calls()
     assert (call.name, call.place) == ("scale_kernel", "scale:scale_kernel")
     all_left_out: list[LeftOut] = []
-    assert [*sketches(with_kernels([call], [], all_left_out), "cpu", False, all_left_out)] == []
+    assert [*sketches(with_kernels([call], [], all_left_out), False, all_left_out)] == []
     (left_out,) = all_left_out
     assert left_out.words == "scale_kernel for n=100 (float32)"
     assert "safetune.prepare" in left_out.reason
@@ -334,7 +334,7 @@ def test_a_miss_is_recorded(module: Any) -> None:
         record.remember(missed.request(), lookup_now().store)
         left_out: list[LeftOut] = []
         found = with_kernels(lookup_now().store.calls(), [], left_out)
-        (sketch,) = sketches(found, "cpu", False, left_out)
+        (sketch,) = sketches(found, False, left_out)
         task = sketch.make()
         assert left_out == []
         assert task.workload.args[2] == 100

@@ -138,7 +138,7 @@ def test_lint_gives_each_name_of_each_kernel_the_class_that_it_has_at_run_time(
 
     folder = Path(next(iter(fla.__path__)))
     classes = {}
-    for tuner in tuners_under([folder]):
+    for _, tuner in tuners_under([folder]):
         key = tuner.key()
         assert key is not None, tuner.name
         report = report_of(tuner.facts(), key, PhantomPolicy.DROP)

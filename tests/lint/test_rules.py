@@ -134,6 +134,26 @@ def test_a_tensor_that_is_made_with_a_key_name_cannot_be_put_in_the_key(lint: Li
     assert rules(lint(read)) == ["stand-in"]
 
 
+#: A matrix in a descriptor, of which Triton's key has no dtype, and its dtype.
+DESCRIPTOR = """
+@triton.autotune(configs=CONFIGS, key=["M", "dtype"])
+@triton.jit
+def kernel(matrix, out, M, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), {load}, mask=tl.arange(0, BLOCK) < M)
+
+def launch(x, out):
+    name = str(x.dtype)
+    kernel[(1,)]({matrix}, out, x.shape[0], dtype=name)
+"""
+
+
+def test_a_dtype_is_a_phantom_only_where_the_key_has_that_of_the_tensor(lint: Lint) -> None:
+    described = DESCRIPTOR.format(load="matrix.load([0])", matrix="TensorDescriptor(x, [1], [1])")
+    assert rules(lint(described)) == []
+    pointed = DESCRIPTOR.format(load="tl.load(matrix + tl.arange(0, BLOCK))", matrix="x")
+    assert rules(lint(pointed)) == ["phantom"]
+
+
 def test_a_bucket_and_a_name_without_a_launch_are_rules_too(lint: Lint) -> None:
     kernel = PRODUCT.partition("def launch")[0]
     named = kernel.replace("M, D", "M_BUCKET, D")

@@ -97,7 +97,8 @@ def _space(name: str, directory: Path, variable: str, words: str = "") -> Check:
     """Whether files can be made in a directory, or where it would be made, and how much fits."""
     there = next(each for each in (directory, *directory.parents) if each.exists())
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            file.write(b"0")
     except OSError as error:
         fix = remedy(error, there, f"set {variable} to a directory that you can write to")
         return check(name, f"cannot write to {there}: {error.strerror}", fail=fix)
