@@ -203,6 +203,14 @@ def test_each_way_in_which_frozen_would_fall_back_fails_a_gate(
         assert failing[0] == "tune", "an edited or missing kernel"
 
 
+def test_coverage_alone_counts_no_call_that_it_cannot_compare_with_the_code(
+    deployment: Deployment,
+) -> None:
+    """Its choice is stored, but nobody knows whether the kernel is still the one of the key."""
+    WAYS["the module is gone"](deployment)
+    assert "coverage" in deployment.failing()
+
+
 def _rename_packs(made: Deployment) -> None:
     for number, path in enumerate(sorted(made.packs.iterdir())):
         path.rename(made.packs / f"{number}.json")

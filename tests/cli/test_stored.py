@@ -8,13 +8,16 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import triton
 
 from safetune.outcome import Outcome, Verdict, duration
 from safetune.store.local.store import Store
 from safetune.store.records import Failure, RecordedCall
+from tests.cli import rows
 
 if TYPE_CHECKING:
     from tests.conftest import FreshProcess
@@ -146,6 +149,23 @@ class TestShow:
         assert [line for line in lines if told in line] == [f"BLOCK=64: {told}"]
         assert [other["label"] for other in shown["with_other_calls"]] == ["out_of_resources"]
         assert shown["verdict"] == "ok"
+
+    def test_a_config_that_was_measured_again_is_shown_with_its_latest_outcome(
+        self, safetune: Any, cache_dir: Path
+    ) -> None:
+        """Whatever the rows' order: `--force` writes the next generation beside the one before."""
+        key = rows.key_record(SimpleNamespace(name="again", digest="0" * 32), "card", N=1)
+        works = rows.trial(key, triton.Config({"BLOCK": 64}), 1.0)
+        died = Outcome(Verdict.DIED, detail="SIGSEGV")
+        store = Store.open(cache_dir)
+        store.put_key(key)
+        store.put_trial(works)
+        store.put_trial(replace(works, generation=2, outcome=died, created=2.0))
+        store.close()
+
+        (shown,) = safetune.json("show", "again")
+
+        assert shown["label"] == "died(SIGSEGV)"
 
     @pytest.mark.parametrize("way", ["imported", "shared"])
     def test_a_choice_that_was_made_elsewhere_has_its_time_and_where_it_is_from(

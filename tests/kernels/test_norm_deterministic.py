@@ -116,23 +116,39 @@ def test_a_pinned_config_has_enough_programs(
     assert programs_per_sm(columns, sums, pinned=True) == pinned
 
 
+class Recorder:
+    """In place of the forward kernel: what it is launched with."""
+
+    arg_names = layer_norm_forward_kernel.arg_names
+    pruned_for = layer_norm_forward_kernel.pruned_for
+
+    def __init__(self) -> None:
+        self.launched: list[dict[str, Any]] = []
+
+    @property
+    def fn(self) -> Any:
+        return {(1,): lambda *args, **options: self.launched.append(options)}
+
+    def launch(self, columns: int) -> dict[str, Any]:
+        """Launch it pinned; return what it should be launched with."""
+        constexprs = {"COLUMNS": columns}
+        launches.run_launch(Launch(self, (1,), (), constexprs), True)
+        return {**constexprs, **self.pruned_for({}, constexprs)[0].all_kwargs()}
+
+
 @pytest.mark.parametrize("columns", [64, 16384])
 def test_the_pinned_config_is_the_first_that_is_not_pruned(columns: int) -> None:
-    kernel = layer_norm_forward_kernel
-    chosen: list[dict[str, Any]] = []
+    recorder = Recorder()
+    first = recorder.launch(columns)
+    assert recorder.launched == [first]
 
-    class Recorder:
-        arg_names = kernel.arg_names
-        pruned_for = kernel.pruned_for
 
-        @property
-        def fn(self) -> Any:
-            return {(1,): lambda *args, **options: chosen.append(options)}
-
-    constexprs = {"COLUMNS": columns}
-    launches.run_launch(Launch(Recorder(), (1,), (), constexprs), True)
-    first = kernel.pruned_for({}, constexprs)[0]
-    assert chosen == [{**constexprs, **first.all_kwargs()}]
+def test_the_pinned_config_does_not_depend_on_the_calls_before() -> None:
+    """It is remembered for its constexprs alone: rows of another length have another one."""
+    recorder = Recorder()
+    firsts = [recorder.launch(columns) for columns in (64, 16384, 64)]
+    assert recorder.launched == firsts
+    assert firsts[0]["TILE_ELEMENTS"] != firsts[1]["TILE_ELEMENTS"]
 
 
 def test_modules_and_the_operator_pass_it_on(

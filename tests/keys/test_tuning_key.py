@@ -88,6 +88,16 @@ def test_a_dtype_is_part_of_the_key_wherever_the_argument_has_it(
     assert first == keys_of(wrapped(torch.float32))
 
 
+def test_a_launch_option_of_a_call_is_in_both_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another binary is launched: one choice for both would be measured with one of them."""
+    monkeypatch.setenv("SAFETUNE_MODE", "off")  # nothing is looked up or tuned
+    call = (torch.zeros(4), 4)
+    options = [{}, {"enable_fp_fusion": False}, {"enable_fp_fusion": True}]
+    stored = [twice.resolve(*call, grid=(1,), **each).key_digest for each in options]
+    in_memory = [twice.shapes.of(call, each).key(call, each) for each in options]
+    assert len({*stored}) == len({*in_memory}) == len(options)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """A constant of a user's own, with attributes that arguments of Triton have too."""

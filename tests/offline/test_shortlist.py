@@ -163,6 +163,15 @@ def test_the_last_trial_of_each_config_counts_and_only_a_time_that_says_somethin
     assert dict(key.times) == {"again": 9.0}
 
 
+def test_a_time_that_an_interrupted_tuning_has_not_judged_does_not_count() -> None:
+    """Its result was compared with no other one: it may be the fastest because it is wrong."""
+    timed = trial("timed", 0.1)
+    timed = replace(timed, outcome=replace(timed.outcome, verdict=Verdict.NOT_JUDGED))
+    stored = [(record("one"), [timed, trial("judged", 1.0)])]
+    (key,) = shortlist.measured_keys(stored, ["timed", "judged"])
+    assert dict(key.times) == {"judged": 1.0}
+
+
 def test_launches_that_the_host_held_up_do_not_make_a_config_slow() -> None:
     timing = Timing(median_ms=9.0, p20_ms=1.0, p80_ms=20.0, count=48, stage="screen")
     held_up = replace(trial("a", 1.0), outcome=Outcome(Verdict.OK, timing))

@@ -55,6 +55,7 @@ def bench(
         configs: Sequence[triton.Config] = SMALL_AND_LARGE,
         shared: int = 20_000,
         hooks: Hooks | None = None,
+        grid: Any = (1,),
     ) -> LaunchBench:
         jit = JITFunction(kernel)
         args = tuple(torch.zeros(128, 128, dtype=torch.float16) for _ in range(3))
@@ -63,7 +64,7 @@ def bench(
             arg_names=tuple(jit.arg_names),
             args=args,
             kwargs={},
-            grid=(1,),
+            grid=grid,
             pins={},
             hooks=hooks or Hooks(),
             index=0,
@@ -243,3 +244,26 @@ def test_configs_that_compile_to_the_same_code_are_told(
         found = list(made.compiled([0, 1], 60.0))
     assert [each.failure for each in found] == [None, None]
     assert [each.same for each in found] == [None, None if same is None else found[0].config]
+
+
+def strided(x, y, out, PROGRAMS: tl.constexpr):
+    """Its grid alone depends on PROGRAMS."""
+    for first in tl.range(tl.program_id(0) * 64, 128, tl.num_programs(0) * 64):
+        offset = first + tl.arange(0, 64)
+        tl.store(out + offset, tl.load(x + offset) + tl.load(y + offset))
+
+
+@pytest.mark.parametrize(
+    ("grid", "is_same"),
+    [((2,), True), (lambda meta: (meta["PROGRAMS"],), False)],
+    ids=["sizes", "function"],
+)
+def test_configs_of_one_code_are_one_launch_on_one_grid_alone(
+    bench: Callable[..., Any], grid: Any, is_same: bool
+) -> None:
+    """One program and two take other times; of a grid that is too small one leaves a part out."""
+    configs = [triton.Config({"PROGRAMS": programs}) for programs in (1, 2)]
+    with bench(strided, configs, grid=grid) as made:
+        found = list(made.compiled([0, 1], 60.0))
+    assert [each.failure for each in found] == [None, None]
+    assert [each.same for each in found] == [None, found[0].config if is_same else None]

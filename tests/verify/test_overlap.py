@@ -82,6 +82,18 @@ class TestTwoStores:
         assert [each.kind.value for each in report.findings] == ["unwritten"]
         assert [each.kind.value for each in report.allowed] == ["overlap"]
 
+    def test_what_is_allowed_for_one_argument_is_a_finding_in_another(self) -> None:
+        @triton.jit
+        def two(counts, bad):
+            program = tl.program_id(0)
+            tl.store(counts + program // 2, 1.0)
+            tl.store(bad + program // 2, 1.0)
+
+        report = check_overlap(two, (4,), zeros(2), zeros(2), allow=["counts"])
+
+        assert [finding.argument for finding in report.findings] == ["bad"]
+        assert [finding.argument for finding in report.allowed] == ["counts"]
+
     def test_every_writer_is_named(self) -> None:
         report = check_overlap(rows_kernel, (10,), zeros(4, 16), 4, 16, ROWS=4, STEP=0, COLUMNS=16)
 
