@@ -458,8 +458,10 @@ class TestVariable:
         self, library: Callable[..., Path], fresh_process: FreshProcess
     ) -> None:
         done = fresh_process(
-            "import importlib, sys, safetune; sys.meta_path.append(object())\n"
-            "importlib.reload(safetune); import lib; print(lib.add())",
+            "import importlib, sys, safetune\n"
+            "old = type('Old', (), {'find_module': lambda self, name, path=None: None})\n"
+            "sys.meta_path.insert(0, old()); importlib.reload(safetune)\n"
+            "import lib; print(lib.add())",
             cwd=library(),
             env={"SAFETUNE_INSTALL": "1", **UNTUNED},
         )
