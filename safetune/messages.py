@@ -107,17 +107,9 @@ def _of_launcher(kind: Literal["rank", "local_rank"]) -> int | None:
         value, size = (os.environ.get(getattr(launcher, name), "") for name in (kind, "ranks"))
         if value.isdecimal() and size.isdecimal() and int(size) > 1:
             return int(value)
-    group = distributed()
-    return int(group.get_rank()) if group is not None and group.get_world_size() > 1 else None
-
-
-def distributed() -> Any:
-    """Return torch.distributed if the program has initialised it; None otherwise. Imports
-    nothing.
-    """
-    found = sys.modules.get("torch.distributed")
-    # The function is missing in builds of torch without it, and during the import.
-    return found if getattr(found, "is_initialized", bool)() else None
+    group = sys.modules.get("torch.distributed")
+    is_many = getattr(group, "is_initialized", bool)() and group.get_world_size() > 1
+    return int(group.get_rank()) if is_many else None
 
 
 def notebook() -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from safetune.errors import InvalidSetting, SettingWarning, with_nearest
 from safetune.frozen import dataclass
-from safetune.messages import distributed, logger, warn_once
+from safetune.messages import logger, warn_once
 
 
 class Mode(str, Enum):
@@ -336,6 +336,15 @@ class Settings:
         if found.log_level != _log_level_set:
             _set_log_level(found.log_level)
         return found
+
+
+def distributed() -> Any:
+    """Return torch.distributed if the program has initialised it; None otherwise. Imports
+    nothing.
+    """
+    found = sys.modules.get("torch.distributed")
+    # The function is missing in builds of torch without it, and during the import.
+    return found if getattr(found, "is_initialized", bool)() else None
 
 
 #: The level that SAFETUNE_LOG has set; the program may set another one then.

@@ -181,6 +181,19 @@ def default_allocator(allocate: Function) -> Iterator[None]:
         _allocation._allocator.reset(token)
 
 
+def lacks_allocator(error: BaseException) -> bool:
+    """Whether a launch raised this error because Triton has no allocator, so that nothing has
+    run.
+    """
+    from triton.runtime import _allocation
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    null = _allocation.NullAllocator
+    return trace is not None and trace.tb_frame.f_code is null.__call__.__code__
+
+
 def prepare_specializing() -> None:
     """Let Triton classify arguments in a process without torch; imports the modules that this
     needs.

@@ -85,6 +85,7 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
     on_miss: MissPolicy | None
     measure: MeasurePolicy | None
     same_bits: bool | None
+    needs_scratch = False  # until a launch needs it
     #: Triton's tuner has the arguments here for the time of a launch, and None after it.
     nargs: dict[str, Any] | None = None
 

@@ -18,7 +18,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.autotuner import Autotuner, Config, Heuristics
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from safetune import triton_internals
+from safetune import triton_internals, triton_launch
 from safetune.config import check_conflicts
 from safetune.errors import NoConfigs, TracingError
 from safetune.frozen import dataclass
@@ -161,6 +161,7 @@ class Tuner(Protocol):
         keys: the names in `key=`, as written.
         key_names: the names among them whose values have separate choices.
         basis: the objects that were read to classify the names.
+        needs_scratch: whether a launch has requested global scratch memory.
         hooks, limits, proposer, workloads: `inputs.call.Hooks`, `tuning.requests.Limits`,
             `tuning.search.Proposer`, `inputs.workload.DeclaredWorkload`s.
         isolation: `worker`, `config` or `inline`.
@@ -182,6 +183,7 @@ class Tuner(Protocol):
     states: KeyStates
     shapes: CallShapes
     best_config: Config
+    needs_scratch: bool
     hooks: Any
     limits: Any
     proposer: Any
@@ -285,10 +287,13 @@ class CallShape:
             return replace(self.launch(other, args, kwargs), config=None)
         run = functools.partial(below.run, *pinned, **{**passed, **values})
         try:
+            result = scratch_memory.launch(run) if tuner.needs_scratch else run()
+        except RuntimeError as error:
+            if tuner.needs_scratch or not triton_launch.lacks_allocator(error):
+                refuse_vmap(tuner.base_fn.__name__, args)
+                raise
+            tuner.needs_scratch = True
             result = scratch_memory.launch(run)
-        except RuntimeError:
-            refuse_vmap(tuner.base_fn.__name__, args)
-            raise
         except CLEAN_FAILURES as error:
             if relaunch is None:
                 raise

@@ -1,15 +1,16 @@
 """Memory that Triton requests at a launch: global scratch, for device-side tensor descriptors.
 
 Triton has no allocator of its own. The user's is in a context variable, which new threads and
-autograd's backward threads do not see. A visible user allocator takes precedence. This module's is
-set only during launches of safetuned kernels.
+autograd's backward threads do not see. A launch without an allocator fails before anything reaches
+the device. It is then repeated with this module's allocator, which later launches of the kernel use
+at once. A visible user allocator takes precedence. This module's is set only during such launches.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetune import forks, triton_launch
@@ -88,12 +89,14 @@ def launch(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
 
-def scratch_allocator() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def scratch_allocator() -> Iterator[None]:
     """Give plain Triton kernels scratch memory in this thread, in the body.
 
     An allocator that the thread already sees stays in place. Kernels under `@safetune` need none.
     """
-    return triton_launch.default_allocator(allocate)
+    with triton_launch.default_allocator(allocate):
+        yield
 
 
 def reserve(capture: int, stream: int) -> None:

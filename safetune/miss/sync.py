@@ -16,9 +16,9 @@ from triton.runtime.autotuner import Config
 from safetune.config import config_digest
 from safetune.errors import StoreError
 from safetune.launch.key_state import Asked, KeyState, Reason, all_states
-from safetune.messages import distributed, logger
+from safetune.messages import logger
 from safetune.miss import failures, reporting
-from safetune.settings import Mode, Settings
+from safetune.settings import Mode, Settings, distributed
 from safetune.store.local.store import AGREED
 from safetune.store.lookup import open_lookup
 from safetune.store.records import ChoiceRecord, KeyRecord, StoredChoice, space_of

@@ -131,6 +131,7 @@ def test_launches_anywhere(first: str, then: str) -> None:
     tiles = Tiles(True, True)
     WHERE[first](tiles.check)
     WHERE[then](tiles.check)
+    assert tiles.tuner.needs_scratch
     assert isinstance(_allocation._allocator.get(), _allocation.NullAllocator)
 
 

@@ -575,7 +575,7 @@ class TestUnderCapture:
 
 
 def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a known launch of a kernel that asks for some."""
+    """A kernel that asks for some gets an allocator for each launch, and no other kernel does."""
     from triton.runtime import _allocation
 
     visible: list[bool] = []
@@ -588,6 +588,7 @@ def test_scratch_memory(kernel: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled._run = launcher
     kernel.tuner.cache[next(iter(kernel.tuner.cache))] = CONFIGS[1]
     kernel.tuner.cache[next(iter(kernel.tuner.cache))] = CONFIGS[0]
+    kernel.tuner.needs_scratch = True
     call(kernel)
     assert not goes_by_triton(kernel)
     assert visible == [True, True]
