@@ -22,6 +22,7 @@ from triton import knobs
 from triton.runtime.autotuner import Autotuner as TritonAutotuner
 
 from safetune import Autotuner, InvalidSetting, autotune, safetune
+from safetune.frontend.options import Options
 
 pytestmark = pytest.mark.internals
 
@@ -486,6 +487,8 @@ class TestPruning:
         launched: list[int] = []
 
         class Kernel:
+            arg_names = ("BLOCK",)  # unlike Triton's, it must have what the configs set
+
             def __init__(self) -> None:
                 self.fn = lambda: None
 
@@ -501,13 +504,8 @@ class TestPruning:
             benchmarked.append(launched[-1])
             return [float(launched[-1])] * 3
 
-        tuner = Autotuner(
-            Kernel(),
-            arg_names=["BLOCK"],  # unlike Triton's, it must have what the configs set
-            configs=blocks(*range(1, 11)),
-            key=[],
-            reset_to_zero=None,
-            restore_value=None,
+        options = Options(
+            blocks(*range(1, 11)),
             isolation="inline",
             do_bench=do_bench,
             prune_configs_by={
@@ -516,6 +514,7 @@ class TestPruning:
                 "top_k": 0.5,
             },
         )
+        tuner = Autotuner(Kernel(), options)
 
         tuner.run()
 

@@ -174,7 +174,7 @@ def keys_of(store: Store, kernel: str) -> list[StoredKey]:
 
 
 def _latest(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trial of the highest generation for each config, in the order of first trials."""
+    """The trial of the highest generation for each config."""
     ordered = sorted(trials, key=lambda trial: trial.generation)
     return list({trial.config_digest: trial for trial in ordered}.values())
 
