@@ -333,7 +333,8 @@ def test_clear_says_what_stays_in_the_shared_store(shared: str, safetune: Any) -
 
 def test_clear_deletes_here_when_the_shared_store_is_away(shared: str, safetune: Any) -> None:
     shutil.rmtree(shared.removeprefix("file://"))
-    assert safetune.error("clear", "add_one", "--yes").startswith("Error: cannot use the shared store")
+    error = safetune.error("clear", "add_one", "--yes")
+    assert error.startswith("Error: cannot use the shared store")
     assert kernels(safetune.json("list")) == ["kernel"]
 
 
