@@ -107,7 +107,7 @@ def _of_launcher(kind: Literal["rank", "local_rank"]) -> int | None:
         value, size = (os.environ.get(getattr(launcher, name), "") for name in (kind, "ranks"))
         if value.isdecimal() and size.isdecimal() and int(size) > 1:
             return int(value)
-    group = sys.modules.get("torch.distributed")
+    group: Any = sys.modules.get("torch.distributed")
     is_many = getattr(group, "is_initialized", bool)() and group.get_world_size() > 1
     return int(group.get_rank()) if is_many else None
 
