@@ -562,6 +562,15 @@ class TestCompileStep:
 
 
 class TestScratchMemory:
+    def test_the_error_of_a_missing_allocator_is_known(self) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            _allocation._allocator.get()(128, 16, 0)
+        assert triton_launch.lacks_allocator(caught.value)
+
+        with pytest.raises(RuntimeError) as other:
+            raise RuntimeError("no allocator was set")
+        assert not triton_launch.lacks_allocator(other.value)
+
     def test_a_default_is_visible_while_it_is_open(self) -> None:
         with triton_launch.default_allocator(lambda *request: request):
             assert _allocation._allocator.get()(128, 16, 0) == (128, 16, 0)

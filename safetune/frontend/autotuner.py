@@ -119,7 +119,6 @@ class Autotuner(triton_autotuner.Autotuner):  # type: ignore[misc]
         do_bench = options.do_bench if is_interpreted(fn) else self._do_bench
         self._around = Hooks(do_bench=do_bench, scratch=tuple(scratch), **own)
         self._topics = set[str]()
-        self.given_up = set[str]()
         self._take_pruning()
         self.lazy_key = LazyKey(written, policy)
         if policy is PhantomPolicy.ERROR:

@@ -168,7 +168,6 @@ class Tuner(Protocol):
         on_miss, measure, same_bits: None to follow SAFETUNE_ON_MISS, SAFETUNE_MEASURE,
             SAFETUNE_SAME_BITS.
         budget: None to measure every config.
-        given_up: see `tuning.requests.TuningRequest`.
         tuning_phases: of the last tuning, in seconds.
     """
 
@@ -193,7 +192,6 @@ class Tuner(Protocol):
     measure: MeasurePolicy | None
     same_bits: bool | None
     budget: SearchBudget | None
-    given_up: set[str]
     tuning_phases: dict[str, float]
 
     @property

@@ -102,7 +102,6 @@ class Miss:
             proposer=tuner.proposer,
             measure=tuner.measure or settings.measure,
             same_bits=same_bits,
-            given_up=tuner.given_up,
         )
 
     def key(self) -> TuningKey:

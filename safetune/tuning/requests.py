@@ -111,8 +111,6 @@ class TuningRequest:
     #: Made offline: it goes on with the configs that an earlier search of this key left out, and
     #: believes an earlier process that none works for its call.
     goes_on: bool = False
-    #: What this process gave up compiling for other keys, see `_Tuning.compile_of`.
-    given_up: set[str] = field(default_factory=set)
     #: Those of a call whose arguments are gone, or were never there.
     known: tuple[Grids, Scopes | None] | None = None
 

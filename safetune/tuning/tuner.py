@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from pathlib import Path
 
 from triton.runtime.autotuner import Config
+from triton.runtime.cache import CacheManager, get_cache_manager
 
 from safetune.both.protocol import Budget
 from safetune.config import config_digest, config_record, config_text
@@ -33,6 +36,9 @@ from safetune.tuning.bench import LaunchBench, device_lock
 from safetune.tuning.judge import Judgement, Votes, judge
 from safetune.tuning.requests import Observer, Phases, Plan, Progress, TuningRequest, TuningResult
 from safetune.tuning.single_flight import Election, WaitBudget
+
+#: The name of a note in Triton's disk cache.
+_SLOW = "safetune_slow_compiles"
 
 #: By less than this a config is not said to be faster: first times vary.
 _FASTER = 1.05
@@ -374,15 +380,38 @@ def measure(tuning: _Tuning, made: LaunchBench | None, budget: WaitBudget) -> No
 
 
 def _batches(tuning: _Tuning) -> Iterator[Sequence[int]]:
-    """Yield the new configs; if one works, without those that were given up for another key."""
-    request, new = tuning.request, [i for i in tuning.new if i not in tuning.outcomes]
-    slow = [i for i in new if i > 0 and tuning.compile_of(i) in request.given_up]
-    slow = [] if request.compiles_all else slow
+    """Yield the new configs; if one works, without those that were given up before."""
+    new = [i for i in tuning.new if i not in tuning.outcomes]
+    known = set[str]() if tuning.request.compiles_all else _slow_compiles(tuning)
+    slow = [i for i in new if i > 0 and tuning.compile_of(i) in known]
     yield [config for config in new if config not in slow]
     if tuning.working():
         tuning.given_up.extend(slow)
     else:
         yield slow
+
+
+def _slow_compiles(tuning: _Tuning) -> set[str]:
+    """Return what was given up while compiling, here or in an earlier process.
+
+    The note is in Triton's disk cache, and is gone when that is emptied.
+    """
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        if file := _slow_note(tuning).get_file(_SLOW):
+            return set(json.loads(Path(file).read_text(encoding="utf-8")))
+    return set()
+
+
+def _note_slow_compiles(tuning: _Tuning, configs: Sequence[int]) -> None:
+    known = _slow_compiles(tuning).union(map(tuning.compile_of, configs))
+    with contextlib.suppress(OSError, RuntimeError):
+        _slow_note(tuning).put(json.dumps(sorted(known)), _SLOW, binary=False)
+
+
+def _slow_note(tuning: _Tuning) -> CacheManager:
+    key = tuning.request.key
+    rests_on = [key.kernel.digest, key.device.record(), key.toolchain.record()]
+    return get_cache_manager(encoding.digest([_SLOW, rests_on]))
 
 
 def _proposed(tuning: _Tuning) -> Iterator[Sequence[int]]:
@@ -484,8 +513,9 @@ def _screen(tuning: _Tuning, bench: LaunchBench, configs: Sequence[int]) -> None
         if outcome.timing is not None:
             best_ms = min(outcome.timing.median_ms, best_ms or math.inf)
     left = [config for config in configs if config not in tuning.outcomes]
-    tuning.given_up.extend(left)
-    tuning.request.given_up.update(map(tuning.compile_of, left))
+    if left:
+        tuning.given_up.extend(left)
+        _note_slow_compiles(tuning, left)
     if last is not None and tuning.store.outlives_machine:  # it is not suspect in the final
         tuning.keep({last: tuning.outcomes[last]}, durable=True)
 

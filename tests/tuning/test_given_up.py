@@ -113,9 +113,8 @@ def test_it_is_left_out_and_the_choice_says_so(tuned: Callable[..., TuningResult
 
 
 def test_no_other_key_waits_for_it(tuned: Callable[..., TuningResult], tmp_path: Path) -> None:
-    kernel = decorated(FEW)
     for n in (N, N + 1):
-        result = tuned(kernel, hanging=2, n=n)
+        result = tuned(decorated(FEW), hanging=2, n=n)  # a tuner that knows of no other
         assert [config for config, _ in result.outcomes] == [FEW[0], FEW[1], FEW[3]]
         assert Mark.SEARCHED.reason_in(result.stored.marks).endswith("1 given up while compiling")
     began = [ast.literal_eval(line)[1] for line in (tmp_path / "log").read_text().splitlines()]
@@ -125,10 +124,8 @@ def test_no_other_key_waits_for_it(tuned: Callable[..., TuningResult], tmp_path:
 def test_another_key_waits_for_it_where_nothing_else_works(
     tuned: Callable[..., TuningResult],
 ) -> None:
-    kernel = decorated(FEW)
-    tuned(kernel, hanging=2)
+    tuned(decorated(FEW), hanging=2)
     failing = decorated(FEW, do_bench=fail, compile_timeout_s=5.0)
-    failing.given_up = kernel.given_up
     with pytest.raises(NoWorkingConfig) as error:
         tuned(failing, hanging=2, n=N + 1)
     assert [config for config, _ in error.value.outcomes] == [*map(config_text, FEW)]
