@@ -123,7 +123,7 @@ class Block:
         return copy
 
     def load(self, copy: Copy) -> None:
-        """Replace the block's present content with a copy's."""
+        """Overwrite the block with a copy."""
         self.bytes.copy(self.live.run.address, *copy.run)
 
     def _fill(self, target: Copy) -> Copy:

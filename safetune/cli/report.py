@@ -92,7 +92,7 @@ def _event(
 
 
 class Report:
-    """The events of all tunings; at the end it prints a row for each."""
+    """Collects the events of all tunings and prints a row for each tuning at the end."""
 
     def __init__(self, allow_disputed: bool) -> None:
         self._allow_disputed = allow_disputed

@@ -79,7 +79,7 @@ class _Watch:
 
 
 class CallCounts(observers.Observer):
-    """Counts the launches of every tuner of this process from now on."""
+    """Counts the launches of all tuners in this process, from its creation on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -234,7 +234,7 @@ def _at(place: str, main: dict[str, Any]) -> Any:
 
 
 def modules(data: dict[str, Any]) -> set[str]:
-    """Return the modules of the classes of described arguments."""
+    """Return the modules that define the classes of described arguments."""
     places = _places([*data.get("args", ()), *data.get("kwargs", {}).values()])
     return {place.partition(":")[0] for place in places} - {"__main__"}
 

@@ -207,7 +207,7 @@ class CompilePool:
             self._advance(fd, ends[fd])
 
     def _advance(self, fd: int, deadline: float) -> None:
-        """Read one answer, or find that no answer came; keep the result of its config, if any."""
+        """Read a child's next answer, or notice that none came, and keep the result."""
         slot = self._slots[fd]
         config = slot.jobs.popleft()
         alive, given_up = True, False

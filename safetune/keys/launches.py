@@ -201,7 +201,7 @@ def _is_one_of(node: ast.AST, names: Collection[str]) -> bool:
 
 @functools.lru_cache(KEPT_TREES)
 def _aliases(text: str, name: str) -> set[str]:
-    """Return a kernel's name and those that a module gives it, decorated or not."""
+    """Return a kernel's name and every name that its module gives it, decorated or not."""
     names = {name}
     for _ in range(3):
         for value, targets in _names_assigned(text):

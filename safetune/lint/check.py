@@ -49,7 +49,7 @@ def check(paths: Sequence[Path], rules: Collection[str] = RULES) -> tuple[list[F
 
 
 def tuners_under(paths: Sequence[Path]) -> Iterator[tuple[Path, Tuner]]:
-    """Yield the tuners under some paths, each with its file."""
+    """Yield the tuners in these files and folders, each with its file."""
     known: Files = {}
     with warnings.catch_warnings(), backend.no_collection(), without_notes():
         warnings.simplefilter("ignore")  # of the compiler, about the text of others

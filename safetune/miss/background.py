@@ -83,7 +83,7 @@ class BackgroundBench(LaunchBench):
         _worker.check()
 
     def _asked(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the child's answer; the end of the process may have ended the child."""
+        """Return the child's answer; if this process is ending, the child may be gone."""
         try:
             return super()._asked(*args, **kwargs)
         finally:

@@ -45,7 +45,7 @@ def versions() -> Iterator[Check]:
 
 
 def limits() -> Iterator[Check]:
-    """Check CPUs, and system calls that containers forbid."""
+    """Check the CPUs and the system calls that containers forbid."""
     from safetune.isolation.compile_pool import usable_cpus
 
     cpus = usable_cpus()
